@@ -1,0 +1,80 @@
+"""Make .venv hold exactly what poetry.lock pins, with nothing but Python 3.11+ and pip: `python3 bootstrap.py [GROUP ...]`.
+
+Reads poetry.lock, keeps the packages of the wanted groups whose markers fit this machine, installs them with their hashes
+checked and without resolving, then torch, then this project in editable form. A second call with nothing new returns at once.
+TORCH_INDEX names the package index that torch comes from (the README says when you want that).
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "cleanmarl.json"
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+CUDA = ("nvidia-", "cuda-", "triton")  # torch asks for these itself where its build needs them
+
+
+def wanted_state(groups: set[str]) -> dict:
+    """What the stamp must hold for the environment to count as up to date."""
+    digest = hashlib.sha256((ROOT / "poetry.lock").read_bytes()).hexdigest()
+    return {"lock": digest, "torch_index": os.environ.get("TORCH_INDEX", ""), "groups": sorted(groups)}
+
+
+def install(groups: set[str]) -> None:
+    """Runs inside .venv: install the pinned packages of `groups`, torch, and the project."""
+    from pip._vendor.packaging.markers import Marker  # pip carries the marker grammar: no package needed to read the lock
+
+    torch_version, pins = "", []
+    for package in tomllib.loads((ROOT / "poetry.lock").read_text())["package"]:
+        name, markers = package["name"], package.get("markers")
+        if name == "torch":
+            torch_version = package["version"]
+        if name == "torch" or name.startswith(CUDA):
+            continue
+        marks = [markers.get(g) if isinstance(markers, dict) else markers for g in groups & set(package["groups"])]
+        if any(mark is None or Marker(mark).evaluate({"extra": ""}) for mark in marks):
+            hashes = " ".join(f"--hash={file['hash']}" for file in package["files"])
+            pins.append(f"{name}=={package['version']} {hashes}")
+
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    index = os.environ.get("TORCH_INDEX")
+    subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", "/dev/stdin"], input="\n".join(pins), text=True, check=True)
+    subprocess.run([*pip, f"torch=={torch_version}", *(["--index-url", index] if index else [])], check=True)
+    subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
+
+
+def main() -> None:
+    groups = {"main", "torch", *sys.argv[1:]}
+    known = {"main", *tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]}
+    if unknown := groups - known:
+        sys.exit(f"bootstrap: unknown group {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    if STAMP.exists():
+        have = json.loads(STAMP.read_text())
+        groups |= set(have["groups"])  # groups add up: `make test` after `make train` keeps what train needed
+        if have == wanted_state(groups):
+            return
+
+    if Path(sys.prefix) != VENV:
+        if not (3, 11) <= sys.version_info[:2] < (3, 14):
+            version = sys.version.split()[0]
+            sys.exit(f"bootstrap: Python {version} found, 3.11 to 3.13 needed: name one with `make PYTHON=python3.12 ...`")
+        if not PYTHON.exists() and subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
+            sys.exit("bootstrap: this Python cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)")
+        print(f"bootstrap: installing {', '.join(sorted(groups))} into .venv (a few minutes the first time)", flush=True)
+        sys.exit(subprocess.run([str(PYTHON), __file__, *sorted(groups)]).returncode)
+
+    try:
+        install(groups)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"bootstrap: pip failed with exit status {error.returncode}; its message is above")
+    STAMP.write_text(json.dumps(wanted_state(groups)))
+
+
+if __name__ == "__main__":
+    main()

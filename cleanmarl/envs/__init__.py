@@ -1,0 +1,119 @@
+"""One vector interface over every multi-agent environment family, chosen by `family/name`.
+
+`make("mpe/simple_spread_v3", num_envs=8)` returns a `MultiAgentVectorEnv`: Gymnasium's vector API with an agent axis.
+Shapes, with N = environments, A = agents, D = widest observation, K = widest action set, S = size of the global state:
+
+    obs, info = envs.reset(seed=1)                                          # obs (N, A, D) float32
+    obs, reward, termination, truncation, info = envs.step(action)          # action (N, A) int64, or (N, A, K) float32
+    reward (N, A) float32 | termination, truncation (N,) bool
+    info["state"] (N, S) float32 | info["action_mask"] (N, A, K) bool, True = legal | info["agent_mask"] (N, A) bool, True = alive
+
+Autoreset is SAME_STEP: where an episode ends, `obs` and the entries above already belong to the next episode, and `info` has
+
+    final_obs (N, A, D), final_state (N, S), final_action_mask (N, A, K)    # rows of the environments that ended, zeros elsewhere
+    episode {r (N, A), l (N,), t (N,), and battle_won (N,) where known}     # return per agent, length, seconds
+    _final_obs, _episode (N,) bool                                          # which environments ended
+
+Agents with different spaces are padded to the widest: observations with zeros, actions with illegal ones (False in the mask).
+"""
+
+import difflib
+import importlib
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+FAMILIES = {  # family -> what it is; each is a module of this package, imported when first asked for
+    "mpe": "multi-particle environments, batched in NumPy, equal to mpe2 step for step",
+    "pz": "any PettingZoo parallel environment, pz/<package>/<name>, in worker processes",
+}
+
+
+class EnvError(ValueError):
+    """A wish that no environment can meet: unknown id, missing package, illegal action. One line, meant for the user."""
+
+
+class MultiAgentVectorEnv(gym.vector.VectorEnv):
+    """What every family implements: the interface in this module's docstring.
+
+    Subclasses set the attributes below, then `observation_space` and `action_space` follow from `_set_spaces`.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    agents: tuple[str, ...]  # names, in the order of the agent axis
+    num_agents: int
+    obs_sizes: np.ndarray  # (A,) true observation size of each agent, D is the largest
+    action_sizes: np.ndarray  # (A,) number of actions (discrete) or action dimension (continuous) of each agent
+    state_size: int
+    continuous: bool = False
+
+    def _set_spaces(self, num_envs: int, agents: tuple[str, ...], obs_sizes, action_sizes, state_size: int, action_space=None):
+        """Common attributes; `action_space` (A, K) Box for continuous actions, else MultiDiscrete over the agents."""
+        self.num_envs, self.agents, self.num_agents = num_envs, tuple(agents), len(agents)
+        self.obs_sizes, self.action_sizes = np.asarray(obs_sizes), np.asarray(action_sizes)
+        self.state_size = int(state_size)
+        shape = (self.num_agents, int(self.obs_sizes.max()))
+        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        self.single_action_space = action_space or gym.spaces.MultiDiscrete(self.action_sizes)
+        self.continuous = isinstance(self.single_action_space, gym.spaces.Box)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        # (A, K): which actions exist for each agent; the static mask of environments without illegal actions
+        self.real_actions = np.arange(self.action_sizes.max()) < self.action_sizes[:, None]
+
+
+class EpisodeStatistics:
+    """Return per agent, length and wall time of the episodes under way in N environments, exact under autoreset."""
+
+    def __init__(self, num_envs: int, num_agents: int):
+        self.returns = np.zeros((num_envs, num_agents), np.float64)
+        self.lengths = np.zeros(num_envs, np.int64)
+        self.started = np.full(num_envs, time.perf_counter())
+
+    def add(self, reward: np.ndarray) -> None:
+        """Count one step of every environment. reward: (N, A)."""
+        self.returns += reward
+        self.lengths += 1
+
+    def end(self, done: np.ndarray, info: dict[str, Any], **extra: np.ndarray) -> None:
+        """Write `episode` and `_episode` for the environments in `done` (N,) into info and start their next episode."""
+        now = time.perf_counter()
+        episode = {"r": self.returns, "l": self.lengths, "t": now - self.started, **extra}
+        info["episode"] = {
+            key: np.where(done.reshape(-1, *[1] * (np.ndim(value) - 1)), value, 0) for key, value in episode.items()
+        }
+        info["_episode"] = done.copy()
+        self.returns[done], self.lengths[done], self.started[done] = 0, 0, now
+
+
+def env_seeds(seed: int, num_envs: int) -> list[int]:
+    """One independent seed per environment; environment i gets the same one whatever `num_envs` or the number of workers."""
+    return [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs)]
+
+
+def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
+    """Build `num_envs` copies of the multi-agent environment `family/name`.
+
+    `options` go to the environment: `max_cycles`, `continuous_actions`, `render_mode`, for `mpe/simple_spread_v3` also
+    `N` and `local_ratio`, and so on; `num_workers` for the families that run in worker processes.
+    Raises EnvError with one line for an unknown id (naming near ones), a missing package, or an option nobody knows.
+    """
+    family, _, name = env_id.partition("/")
+    if num_envs < 1:
+        raise EnvError(f"num_envs must be at least 1, not {num_envs}")
+    if family not in FAMILIES:
+        near = difflib.get_close_matches(family, FAMILIES, n=1)
+        near = [f"{near[0]}/{name}"] if near else [f"{f}/..." for f in FAMILIES]
+        raise EnvError(f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?")
+    return importlib.import_module(f"cleanmarl.envs.{family}").make(name, num_envs, **options)
+
+
+def unknown_name(env_id: str, known) -> EnvError:
+    """The error for a name that its family does not have, with the nearest known ids."""
+    family = env_id.partition("/")[0]
+    known = [f"{family}/{name}" for name in known]
+    near = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4) or sorted(known)[:5]
+    return EnvError(f"unknown environment {env_id!r}; did you mean {' or '.join(near)}?")
