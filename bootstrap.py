@@ -10,8 +10,13 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+
+if not (3, 11) <= sys.version_info[:2] < (3, 14):
+    version = sys.version.split()[0]
+    sys.exit(f"bootstrap: this is Python {version}, 3.11 to 3.13 is needed: name one with `make PYTHON=python3.12 ...`")
+
+import tomllib  # from Python 3.11 on  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -44,7 +49,9 @@ def install(groups: set[str]) -> None:
 
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     index = os.environ.get("TORCH_INDEX")
-    subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", "/dev/stdin"], input="\n".join(pins), text=True, check=True)
+    requirements = VENV / "requirements.txt"
+    requirements.write_text("\n".join(pins))
+    subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", str(requirements)], check=True)
     subprocess.run([*pip, f"torch=={torch_version}", *(["--index-url", index] if index else [])], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
 
@@ -61,9 +68,6 @@ def main() -> None:
             return
 
     if Path(sys.prefix) != VENV:
-        if not (3, 11) <= sys.version_info[:2] < (3, 14):
-            version = sys.version.split()[0]
-            sys.exit(f"bootstrap: Python {version} found, 3.11 to 3.13 needed: name one with `make PYTHON=python3.12 ...`")
         if not PYTHON.exists() and subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
             sys.exit("bootstrap: this Python cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)")
         print(f"bootstrap: installing {', '.join(sorted(groups))} into .venv (a few minutes the first time)", flush=True)

@@ -1,26 +1,29 @@
 """One vector interface over every multi-agent environment family, chosen by `family/name`.
 
 `make("mpe/simple_spread_v3", num_envs=8)` returns a `MultiAgentVectorEnv`: Gymnasium's vector API with an agent axis.
-Shapes, with N = environments, A = agents, D = widest observation, K = widest action set, S = size of the global state:
+N = environments, A = agents, D = widest observation, K = widest action set, S = size of the global state:
 
-    obs, info = envs.reset(seed=1)                                          # obs (N, A, D) float32
-    obs, reward, termination, truncation, info = envs.step(action)          # action (N, A) int64, or (N, A, K) float32
-    reward (N, A) float32 | termination, truncation (N,) bool
-    info["state"] (N, S) float32 | info["action_mask"] (N, A, K) bool, True = legal | info["agent_mask"] (N, A) bool, True = alive
+    obs, info = envs.reset(seed=1)                                      # obs (N, A, D) float32
+    obs, reward, termination, truncation, info = envs.step(action)      # action (N, A) int64, or (N, A, K) float32
+    # reward (N, A) float32; termination, truncation (N,) bool
+    info["state"]           # (N, S) float32
+    info["action_mask"]     # (N, A, K) bool, True = legal
+    info["agent_mask"]      # (N, A) bool, True = alive
 
-Autoreset is SAME_STEP: where an episode ends, `obs` and the entries above already belong to the next episode, and `info` has
+Autoreset is SAME_STEP: where an episode ends, all of these already belong to the next one, and `info` also has
 
-    final_obs (N, A, D), final_state (N, S), final_action_mask (N, A, K)    # rows of the environments that ended, zeros elsewhere
-    episode {r (N, A), l (N,), t (N,), and battle_won (N,) where known}     # return per agent, length, seconds
-    _final_obs, _episode (N,) bool                                          # which environments ended
+    info["final_obs"]       # (N, A, D), with final_state and final_action_mask: rows of the episodes that ended
+    info["episode"]         # r (N, A) return per agent, l (N,) length, t (N,) seconds, battle_won (N,) where known
+    info["_final_obs"]      # (N,) bool, with _episode: which environments ended an episode
 
-Agents with different spaces are padded to the widest: observations with zeros, actions with illegal ones (False in the mask).
+Agents with different spaces are padded to the widest: observations with zeros, actions with illegal ones.
 """
 
 import difflib
 import importlib
+import os
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -33,7 +36,7 @@ FAMILIES = {  # family -> what it is; each is a module of this package, imported
 
 
 class EnvError(ValueError):
-    """A wish that no environment can meet: unknown id, missing package, illegal action. One line, meant for the user."""
+    """A wish that no environment can meet: unknown id, missing package, illegal action. One line for the user."""
 
 
 class MultiAgentVectorEnv(gym.vector.VectorEnv):
@@ -42,7 +45,7 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
     Subclasses set the attributes below, then `observation_space` and `action_space` follow from `_set_spaces`.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
     agents: tuple[str, ...]  # names, in the order of the agent axis
     num_agents: int
     obs_sizes: np.ndarray  # (A,) true observation size of each agent, D is the largest
@@ -50,7 +53,9 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
     state_size: int
     continuous: bool = False
 
-    def _set_spaces(self, num_envs: int, agents: tuple[str, ...], obs_sizes, action_sizes, state_size: int, action_space=None):
+    def _set_spaces(
+        self, num_envs: int, agents: tuple[str, ...], obs_sizes, action_sizes, state_size: int, action_space=None
+    ):
         """Common attributes; `action_space` (A, K) Box for continuous actions, else MultiDiscrete over the agents."""
         self.num_envs, self.agents, self.num_agents = num_envs, tuple(agents), len(agents)
         self.obs_sizes, self.action_sizes = np.asarray(obs_sizes), np.asarray(action_sizes)
@@ -90,7 +95,7 @@ class EpisodeStatistics:
 
 
 def env_seeds(seed: int, num_envs: int) -> list[int]:
-    """One independent seed per environment; environment i gets the same one whatever `num_envs` or the number of workers."""
+    """One independent seed per environment; environment i gets the same one whatever `num_envs` is."""
     return [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs)]
 
 
@@ -107,7 +112,9 @@ def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
     if family not in FAMILIES:
         near = difflib.get_close_matches(family, FAMILIES, n=1)
         near = [f"{near[0]}/{name}"] if near else [f"{f}/..." for f in FAMILIES]
-        raise EnvError(f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?")
+        raise EnvError(
+            f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?"
+        )
     return importlib.import_module(f"cleanmarl.envs.{family}").make(name, num_envs, **options)
 
 
@@ -117,3 +124,38 @@ def unknown_name(env_id: str, known) -> EnvError:
     known = [f"{family}/{name}" for name in known]
     near = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4) or sorted(known)[:5]
     return EnvError(f"unknown environment {env_id!r}; did you mean {' or '.join(near)}?")
+
+
+def make_gymnasium(env_id: str, num_envs: int = 1, wrappers=(), **options) -> gym.vector.VectorEnv:
+    """A Gymnasium vector environment for the single-agent scripts: SAME_STEP autoreset, `episode` statistics in info.
+
+    `wrappers` are applied to each environment, in order; `options` (`render_mode`, ...) go to its constructor. The
+    observation array is reused: copy what must outlive the next step. Raises EnvError with one line for an unknown id
+    (naming near ones) or a missing package.
+    """
+    if num_envs < 1:
+        raise EnvError(f"num_envs must be at least 1, not {num_envs}")
+    if env_id.startswith("ALE/"):
+        try:
+            gym.register_envs(importlib.import_module("ale_py"))
+        except ImportError as error:
+            raise EnvError(f"{env_id} needs the package ale-py: python bootstrap.py atari, or pip install ale-py") from error
+    if options.get("render_mode") == "rgb_array":
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
+    try:
+        envs = gym.make_vec(
+            env_id,
+            num_envs,
+            vectorization_mode="sync",
+            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False},
+            wrappers=wrappers,
+            disable_env_checker=True,
+            **options,
+        )
+    except gym.error.DependencyNotInstalled as error:
+        raise EnvError(f"{env_id} needs a package that is missing: {error}") from error
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        near = difflib.get_close_matches(env_id, gym.registry, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise EnvError(f"unknown environment {env_id!r}{hint}") from error
+    return gym.wrappers.vector.RecordEpisodeStatistics(envs)

@@ -1,0 +1,423 @@
+"""Any PettingZoo parallel environment, `pz/<package>/<name>`, several to a worker process, over shared memory.
+
+`pz/sisl/pursuit_v5` is `pettingzoo.sisl.pursuit_v5.parallel_env`, `pz/mpe2/simple_spread_v3` that of the package mpe2,
+`pz/my_package/my_env` that of a module of yours. What the interface of this package leaves open:
+
+    observation     flattened to float32, images too; Discrete is one-hot; {observation, action_mask} is taken apart
+    action_mask     from there or from info[agent]["action_mask"]; an agent without a legal action has action 0
+    state           env.state() flattened to float32 (the last one, where it fails without agents that are done); where
+                    there is no state(), the padded observations one after another
+    dead agent      done, or not in env.agents: observation and reward 0, only action 0 is legal, and is not passed on
+    episode end     no agent is left: truncation if one that lived until then was truncated and not terminated
+    seeds           reset(seed=s) gives env_seeds(s, N)[i] to environment i, each later episode the next number of a
+                    generator seeded with that: runs repeat even where reset(seed=None) would draw from entropy
+
+Why not Gymnasium's AsyncVectorEnv: one process per environment, rewards (N,) instead of (N, A), infos pickled at every
+step. Workers here are fresh interpreters, as with multiprocessing's spawn, but they do not import the script again:
+that takes seconds and the memory of torch in each of them, and a `__main__` guard in the script.
+"""
+
+import importlib
+import importlib.util
+import math
+import mmap
+import os
+import pkgutil
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+import weakref
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import numpy as np
+from gymnasium import spaces
+
+from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, env_seeds, unknown_name
+
+PETTINGZOO = ("atari", "butterfly", "classic", "sisl")  # packages inside pettingzoo; others stand by themselves
+INSTALL = {
+    "mpe2": "pip install mpe2",
+    "magent2": "pip install magent2",
+    "atari": 'pip install "pettingzoo[atari]"',
+    "classic": 'pip install "pettingzoo[classic]"',
+    "butterfly": "python bootstrap.py multiagent",
+    "sisl": "python bootstrap.py multiagent",
+}
+
+
+def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options) -> "PettingZooVectorEnv":
+    """`num_envs` copies of `pz/<name>` in `num_workers` processes (default: one per core; 0: in this process).
+
+    Raises EnvError with one line for an unknown name, a missing package, options that the constructor does not take,
+    actions that are neither Discrete nor Box, and agents that take turns.
+    """
+    num_workers = min(num_envs, os.cpu_count() or 1) if num_workers is None else num_workers
+    if num_workers < 0:
+        raise EnvError(f"num_workers must be 0 (no worker processes) or more, not {num_workers}")
+    # with workers, the environment built here only shows its spaces, and needs no window
+    shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
+    try:
+        env = build(name, shown)
+        layout = Layout(env)
+    except EnvError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise EnvError(f"pz/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
+    return PettingZooVectorEnv(name, env, layout, num_envs, min(num_workers, num_envs), options)
+
+
+def known_names() -> list[str]:
+    """`<package>/<name>` of every environment in the packages that are installed."""
+    names = []
+    for package in INSTALL:
+        spec = importlib.util.find_spec(f"pettingzoo.{package}" if package in PETTINGZOO else package)
+        modules = pkgutil.iter_modules(spec.submodule_search_locations) if spec else []
+        names += [f"{package}/{module.name}" for module in modules if re.search(r"_v\d+$", module.name)]
+    return names
+
+
+def build(name: str, options: dict):
+    """One PettingZoo ParallelEnv. Raises EnvError as `make` says, and whatever its constructor raises."""
+    package, _, env_name = name.partition("/")
+    path = f"{'pettingzoo.' * (package in PETTINGZOO)}{package}.{env_name}"
+    if not re.fullmatch(r"\w[\w.]*/\w+", name):
+        raise unknown_name(f"pz/{name}", known_names())
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    if options.get("render_mode") != "human":
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # images are drawn without a display, too
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # PettingZoo's, for importing by module
+            module = importlib.import_module(path)
+    except ImportError as error:
+        not_there = error.name and f"{path}.".startswith(f"{error.name}.")
+        if not_there and not (package in INSTALL and error.name == package):
+            raise unknown_name(f"pz/{name}", known_names()) from None
+        hint = INSTALL.get(package, f"pip install {error.name}")
+        raise EnvError(f"pz/{name} needs a package that is missing ({error}): {hint}") from error
+    if not hasattr(module, "parallel_env"):  # PettingZoo gives it to all games that allow it
+        raise EnvError(f"pz/{name} has no parallel_env: its agents take turns, here all agents act at once")
+    return module.parallel_env(**options)
+
+
+class Layout:
+    """Agents, spaces and sizes of an environment, and the arrays that N of them share; letters as in cleanmarl.envs."""
+
+    def __init__(self, env):
+        self.agents = tuple(env.possible_agents)  # a copy: some environments change theirs while they run
+        self.observations = [env.observation_space(agent) for agent in self.agents]
+        self.masked = [isinstance(s, spaces.Dict) and {*s} == {"observation", "action_mask"} for s in self.observations]
+        self.observations = [s["observation"] if masked else s for s, masked in zip(self.observations, self.masked)]
+        self.obs_sizes = [spaces.flatdim(space) for space in self.observations]
+        self.actions = [env.action_space(agent) for agent in self.agents]
+        self.continuous = isinstance(self.actions[0], spaces.Box)
+        if not all(isinstance(s, spaces.Box if self.continuous else spaces.Discrete) for s in self.actions):
+            raise TypeError(f"all agents need Discrete or all need Box actions, not {[*map(str, self.actions)]}")
+        self.action_sizes = [math.prod(s.shape) if self.continuous else int(s.n) for s in self.actions]
+        self.real_actions = np.arange(max(self.action_sizes)) < np.array(self.action_sizes)[:, None]  # (A, K)
+        self.bounds = None  # of continuous actions (A, K); an action that an agent does not have is 0
+        if self.continuous:
+            low, high = np.zeros((2, *self.real_actions.shape), np.float32)
+            low[self.real_actions] = np.concatenate([space.low.ravel() for space in self.actions])
+            high[self.real_actions] = np.concatenate([space.high.ravel() for space in self.actions])
+            self.bounds = spaces.Box(low, high, dtype=np.float32)
+        env.reset(seed=0)
+        try:
+            self.has_state, self.state_size = True, np.size(env.state())
+        except (NotImplementedError, AttributeError, TypeError):  # no state(), or something else of that name
+            self.has_state, self.state_size = False, len(self.agents) * max(self.obs_sizes)
+
+    def arrays(self, num_envs: int, memory: int | None = None) -> dict[str, np.ndarray]:
+        """Everything the processes share, in the file `memory` (made large enough), or in memory of this process."""
+        N, A, D, K, S = num_envs, len(self.agents), max(self.obs_sizes), max(self.action_sizes), self.state_size
+        fields = {
+            "action": ((N, A, K), np.float32) if self.continuous else ((N, A), np.int64),
+            **dict.fromkeys(("obs", "final_obs"), ((N, A, D), np.float32)),
+            **dict.fromkeys(("state", "final_state"), ((N, S), np.float32)),
+            **dict.fromkeys(("action_mask", "final_action_mask"), ((N, A, K), np.bool_)),
+            "agent_mask": ((N, A), np.bool_),
+            "reward": ((N, A), np.float32),
+            **dict.fromkeys(("termination", "truncation"), ((N,), np.bool_)),
+        }
+        sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in fields.values()]
+        if memory is not None:
+            os.truncate(memory, sum(sizes))
+        buffer = mmap.mmap(-1 if memory is None else memory, sum(sizes))
+        starts = np.cumsum([0, *sizes])
+        return {
+            key: np.ndarray(shape, dtype, buffer, start) for (key, (shape, dtype)), start in zip(fields.items(), starts)
+        }
+
+
+class Block:
+    """Environments first, first + 1, ... of N, stepped one after another on their rows of the shared arrays."""
+
+    def __init__(self, name: str, envs: list, layout: Layout, arrays: dict[str, np.ndarray], first: int):
+        self.name, self.envs, self.layout, self.first = name, envs, layout, first
+        for key, array in arrays.items():
+            setattr(self, key, array[first : first + len(envs)])
+        self.ended = np.zeros_like(self.agent_mask)  # agents that are done while the episode goes on
+        self.rngs = [np.random.default_rng() for _ in envs]
+
+    def reset(self, seeds: list[int] | None) -> None:
+        for i in range(len(self.envs)):
+            if seeds is not None:
+                self.rngs[i] = np.random.default_rng(seeds[self.first + i])
+            self.begin(i, seeds and seeds[self.first + i])
+
+    def step(self) -> None:
+        for i, env in enumerate(self.envs):
+            try:
+                self.step_env(i, env)
+            except Exception as error:
+                error.add_note(f"in environment {self.first + i} of pz/{self.name}")
+                raise
+
+    def render(self):
+        return self.envs[0].render()
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+    def begin(self, i: int, seed: int | None = None) -> None:
+        """Start the next episode of environment i."""
+        obs, info = self.envs[i].reset(seed=int(self.rngs[i].integers(2**31)) if seed is None else seed)
+        self.ended[i] = False
+        self.agent_mask[i] = [agent in self.envs[i].agents for agent in self.layout.agents]
+        self.write(i, self.obs, self.state, self.action_mask, obs, info)
+
+    def step_env(self, i: int, env) -> None:
+        agents, alive = self.layout.agents, self.agent_mask[i].copy()
+        actions = {agents[a]: self.env_action(i, a) for a in np.flatnonzero(alive)}
+        obs, reward, termination, truncation, info = env.step(actions)
+        self.reward[i] = [reward.get(agent, 0) * was for agent, was in zip(agents, alive)]
+        terminated = np.array([bool(termination.get(agent)) for agent in agents])
+        truncated = np.array([bool(truncation.get(agent)) for agent in agents])
+        self.ended[i] |= terminated | truncated
+        living = np.array([agent in env.agents for agent in agents]) & ~self.ended[i]
+        done = not living.any()
+        self.truncation[i] = done and (alive & truncated & ~terminated).any()
+        self.termination[i] = done and not self.truncation[i]
+        if done:  # agent_mask still has those who lived until now: they have a last observation
+            self.write(i, self.final_obs, self.final_state, self.final_action_mask, obs, info)
+            self.begin(i)
+        else:
+            self.agent_mask[i] = living
+            self.write(i, self.obs, self.state, self.action_mask, obs, info)
+
+    def env_action(self, i: int, a: int):
+        space = self.layout.actions[a]
+        if not self.layout.continuous:
+            return int(self.action[i, a]) + int(space.start)
+        return self.action[i, a, : self.layout.action_sizes[a]].reshape(space.shape).astype(space.dtype)
+
+    def write(self, i: int, obs_rows, state_rows, mask_rows, obs: dict, info: dict) -> None:
+        """Fill row i with what the agents in agent_mask see; the others see zeros."""
+        lay, alive = self.layout, self.agent_mask[i].tolist()
+        mask_rows[i] = lay.real_actions
+        for a, agent in enumerate(lay.agents):
+            if not alive[a] or agent not in obs:
+                obs_rows[i, a], mask_rows[i, a], mask_rows[i, a, 0] = 0, False, True
+                continue
+            value, mask = obs[agent], info.get(agent, {}).get("action_mask")
+            if lay.masked[a]:
+                value, mask = value["observation"], value["action_mask"]
+            if not isinstance(lay.observations[a], spaces.Box):
+                value = spaces.flatten(lay.observations[a], value)
+            obs_rows[i, a, : lay.obs_sizes[a]] = np.ravel(value)
+            if mask is not None:
+                mask_rows[i, a, : lay.action_sizes[a]] = mask
+                mask_rows[i, a, 0] |= not mask_rows[i, a].any()
+        try:
+            state_rows[i] = np.ravel(self.envs[i].state() if lay.has_state else obs_rows[i])
+        except Exception:  # multiwalker has no state() of walkers that fell
+            if not self.ended[i].any():
+                raise
+            state_rows[i] = self.state[i]
+
+
+class Worker:
+    """A process with a block of environments, as the main process sees it."""
+
+    def __init__(self, index: int, name: str, options: dict, num_envs: int, memory: int, first: int, last: int):
+        self.connection, theirs = Pipe()
+        script = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the main process
+            f"signal.signal(signal.SIGTERM, signal.SIG_DFL); sys.path[:] = {sys.path}; "
+            f"from cleanmarl.envs.pz import serve; serve({theirs.fileno()}, {memory})"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), memory),
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # workers share the cores already
+            start_new_session=True,  # a signal to the process group ends the main process, which ends the workers
+        )
+        theirs.close()  # so that the pipe ends with the process
+        self.label = f"pz/{name}: worker {index} (pid {self.process.pid}, environments {first} to {last - 1})"
+        self.send("open", name, options, num_envs, first, last)
+
+    def send(self, command: str, *arguments) -> None:
+        with suppress(OSError):  # a dead worker is noticed by receive
+            self.connection.send((command, arguments))
+
+    def receive(self):
+        try:
+            error, reply = self.connection.recv()
+        except (EOFError, OSError):
+            status = self.process.wait(5)
+            how = f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.strsignal(-status)}"
+            raise RuntimeError(f"{self.label} died ({how})") from None
+        if error:
+            raise RuntimeError(f"{self.label} failed:\n{error}")
+        return reply
+
+
+def stop(workers: list[Worker]) -> None:
+    """End all workers: the closed connection tells them; who is still busy after two seconds is killed."""
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        try:
+            worker.process.wait(2)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            worker.process.wait()
+    workers.clear()
+
+
+def serve(descriptor: int, memory: int) -> None:
+    """The life of a worker: answer each (command, arguments) with (traceback or None, result)."""
+    connection = Connection(descriptor)
+    with suppress(EOFError, OSError):  # the main process closed its end or died, even by SIGKILL
+        while True:
+            command, arguments = connection.recv()
+            error = reply = None
+            try:
+                if command == "open":
+                    name, options, num_envs, first, last = arguments
+                    envs = [build(name, options) for _ in range(first, last)]
+                    layout = Layout(envs[0])
+                    block = Block(name, envs, layout, layout.arrays(num_envs, memory), first)
+                else:
+                    reply = getattr(block, command)(*arguments)
+            except Exception:
+                error = traceback.format_exc()
+            connection.send((error, reply))
+
+
+class PettingZooVectorEnv(MultiAgentVectorEnv):
+    """N copies of a PettingZoo environment; see the module's docstring.
+
+    A worker that raises or dies ends all workers and raises RuntimeError, with its traceback or a line that names it.
+    `close()` may be called twice, and happens by itself at exit.
+    """
+
+    def __init__(self, name: str, env, layout: Layout, num_envs: int, num_workers: int, options: dict):
+        self.env_id, self.render_mode = f"pz/{name}", options.get("render_mode")
+        self.block, self.statistics, self.workers = None, None, []
+        self._stop = weakref.finalize(self, stop, self.workers)
+        agents = tuple(map(str, layout.agents))
+        self._set_spaces(num_envs, agents, layout.obs_sizes, layout.action_sizes, layout.state_size, layout.bounds)
+        if num_workers == 0:
+            envs = [env, *(build(name, options) for _ in range(num_envs - 1))]
+            self.arrays = layout.arrays(num_envs)
+            self.block = Block(name, envs, layout, self.arrays, 0)
+            return
+        env.close()
+        # a file without a name: nothing is left whoever dies, and the size of /dev/shm is no limit
+        if hasattr(os, "memfd_create"):
+            memory = os.memfd_create("cleanmarl")
+        else:  # macOS
+            with tempfile.TemporaryFile() as file:
+                memory = os.dup(file.fileno())
+        cuts = [num_envs * w // num_workers for w in range(num_workers + 1)]
+        try:
+            self.arrays = layout.arrays(num_envs, memory)
+            for w in range(num_workers):
+                self.workers.append(Worker(w, name, options, num_envs, memory, cuts[w], cuts[w + 1]))
+            for worker in self.workers:
+                worker.receive()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        """Start an episode everywhere; without a seed, each environment's sequence of episodes goes on."""
+        self._call("reset", None if seed is None else env_seeds(seed, self.num_envs))
+        self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
+        return self.arrays["obs"].copy(), self._info()
+
+    def step(self, action: np.ndarray):
+        """One step everywhere. Raises EnvError for an action that cannot be taken, before any environment moves."""
+        if self.statistics is None:
+            raise EnvError(f"{self.env_id}: call reset() before step(), and not after close()")
+        self.arrays["action"][:] = self._checked(action)
+        self._call("step")
+        reward, termination, truncation = (self.arrays[key].copy() for key in ("reward", "termination", "truncation"))
+        self.statistics.add(reward)
+        info, done = self._info(), termination | truncation
+        if done.any():
+            for key in ("final_obs", "final_state", "final_action_mask"):
+                info[key] = np.zeros_like(self.arrays[key])
+                info[key][done] = self.arrays[key][done]
+            info["_final_obs"] = done.copy()
+            self.statistics.end(done, info)
+        return self.arrays["obs"].copy(), reward, termination, truncation, info
+
+    def render(self):
+        """Frame (height, width, 3) uint8 of environment 0 with render_mode="rgb_array"; None with "human"."""
+        return self._call("render", only=1)
+
+    def close_extras(self, **kwargs) -> None:
+        self._stop()
+        if self.block is not None:
+            self.block.close()
+        self.arrays = self.block = self.statistics = None  # the shared memory goes with the last view of it
+
+    def _info(self) -> dict[str, np.ndarray]:
+        return {key: self.arrays[key].copy() for key in ("state", "action_mask", "agent_mask")}
+
+    def _call(self, command: str, *arguments, only: int | None = None):
+        """Have all blocks, or the first `only`, carry out a command at the same time; the reply of the first."""
+        if self.closed:
+            raise EnvError(f"{self.env_id}: it is closed")
+        if self.block is not None:
+            return getattr(self.block, command)(*arguments)
+        try:
+            for worker in self.workers[:only]:
+                worker.send(command, *arguments)
+            replies = [worker.receive() for worker in self.workers[:only]]
+        except BaseException:  # an answer may be under way, so the workers are of no more use
+            self.close()
+            raise
+        return replies[0]
+
+    def _checked(self, action) -> np.ndarray:
+        """`action` with zeros for dead agents and for actions that an agent does not have."""
+        action, shape = np.asarray(action), self.arrays["action"].shape
+        alive, legal = self.arrays["agent_mask"], self.arrays["action_mask"]
+        if action.shape != shape or not (self.continuous or np.issubdtype(action.dtype, np.integer)):
+            want = f"{'floats' if self.continuous else 'integers'} of shape {shape}"
+            raise EnvError(f"{self.env_id}: actions must be {want}, not {action.dtype} of shape {action.shape}")
+        if self.continuous:
+            action = np.where(alive[..., None] & self.real_actions, action, 0)
+            wrong = ~np.isfinite(action).all(-1)
+        else:
+            action = np.where(alive, action, 0)
+            wrong = ~((action[..., None] == np.arange(legal.shape[-1])) & legal).any(-1)
+        if wrong.any():
+            n, a = np.argwhere(wrong)[0]
+            why = "not finite" if self.continuous else f"illegal, legal are {np.flatnonzero(legal[n, a]).tolist()}"
+            raise EnvError(f"{self.env_id}: environment {n}, agent {self.agents[a]}: action {action[n, a]} is {why}")
+        return action

@@ -1,0 +1,516 @@
+"""Independent PPO (IPPO): every agent learns by PPO from its own observations, with a policy and a critic of its own.
+
+The networks of all agents are stacked, weight (A, in, out), so that one batched product evaluates them all; no gradient
+crosses from one agent to another, so each learns exactly as if it were trained alone on the same data. With
+--share-parameters one network serves all agents and a one-hot id tells them apart. Every setting marked "per agent"
+takes one value, or one for each agent: --gamma 0.99 or --gamma 0.99 0.95 0.99.
+
+Paper: de Witt et al. 2020 (arXiv:2011.09533). Parent: ppo.py, plus the agent axis, masks, normalisation and schedules.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of the networks, the policies' samples, the minibatches and the environments"""
+    device: str = "cpu"
+    """torch device: cpu, cuda, cuda:1, mps; small networks are fastest on the CPU"""
+    torch_threads: int = 1
+    """threads of torch on the CPU"""
+    runs_dir: str = "runs"
+    """where run folders are made"""
+    checkpoint_interval: int = 100_000
+    """environment steps between two checkpoints; there is always one at the end"""
+    resume: Path | None = None
+    """run folder to continue; --total-timesteps may be raised"""
+    eval_episodes: int = 100
+    """episodes of the evaluation at the end, with the most probable actions; 0 for none"""
+    capture_video: bool = False
+    """record an episode at the end into the run folder"""
+    track: bool = False
+    """log to Weights & Biases too"""
+    wandb_project_name: str = "cleanmarl"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team"""
+
+    env_id: str = "mpe/simple_spread_v3"
+    """family/name of a multi-agent environment with discrete actions"""
+    total_timesteps: int = 1_000_000
+    """environment steps of the whole run, all environments together, however many agents act in each"""
+
+    share_parameters: bool = False
+    """one policy and one critic for all agents, who are told apart by a one-hot id"""
+    hidden_dim: int = 64
+    """units of each of the two hidden layers"""
+    learning_rate: tuple[float, ...] = (5e-4,)
+    """learning rate of Adam, per agent"""
+    lr_schedule: tuple[Literal["constant", "linear", "kl-adaptive"], ...] = ("linear",)
+    """constant, linear fall to 0, or steered by the KL divergence of each epoch; per agent"""
+    lr_kl_target: float = 0.008
+    """KL divergence that the kl-adaptive schedule aims at"""
+    num_envs: int = 16
+    """N, environments stepped side by side"""
+    num_steps: int = 50
+    """T, steps of each environment in one rollout"""
+    gamma: tuple[float, ...] = (0.99,)
+    """discount factor, in [0, 1], per agent"""
+    gae_lambda: tuple[float, ...] = (0.95,)
+    """lambda of GAE, in [0, 1], per agent"""
+    num_minibatches: int = 2
+    """minibatches of one epoch; must divide num_envs * num_steps (times the agents, with shared parameters)"""
+    update_epochs: tuple[int, ...] = (8,)
+    """passes over each rollout, per agent"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: tuple[float, ...] = (0.2,)
+    """epsilon of the clipped objective, per agent"""
+    value_clip_coef: tuple[float, ...] = (0.0,)
+    """largest change of the value that its loss rewards, per agent; 0 for no clipping"""
+    ent_coef: tuple[float, ...] = (0.01,)
+    """weight of the entropy bonus, per agent"""
+    vf_coef: tuple[float, ...] = (1.0,)
+    """weight of the value loss, per agent"""
+    max_grad_norm: tuple[float, ...] = (0.5,)
+    """largest norm of the gradient of an agent's two networks, per agent"""
+    target_kl: tuple[float, ...] = (0.0,)
+    """an agent whose KL divergence exceeds this skips the rest of the update, per agent; 0 for never"""
+    normalize_obs: bool = False
+    """normalise observations by their running mean and deviation, per agent"""
+    normalize_value: bool = False
+    """let critics predict normalised returns, by the running mean and deviation, per agent"""
+    reward_scale: tuple[float, ...] = (1.0,)
+    """rewards are multiplied by this before learning, per agent"""
+    time_limit_bootstrap: bool = True
+    """at a time limit add gamma V(final observation) to the reward: a truncated episode is not a terminated one"""
+    random_timesteps: int = 0
+    """environment steps of uniformly random legal actions at the start, without learning"""
+    learning_starts: int = 0
+    """environment steps before the first update"""
+
+
+def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
+    """The environments of a run; UsageError if their actions are continuous."""
+    envs = make(args.env_id, num_envs, **options)
+    message = f"ippo.py needs discrete actions and those of {args.env_id} are continuous; try ippo_continuous_action.py"
+    check(not envs.continuous, message)
+    return envs
+
+
+class StackedMLP(nn.Module):
+    """M networks of two hidden tanh layers as batched products: (M, B, sizes[0]) -> (M, B, sizes[-1])."""
+
+    def __init__(self, num_networks: int, sizes: list[int], last_std: float):
+        super().__init__()
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for i, (size_in, size_out) in enumerate(pairwise(sizes)):
+            weight = torch.empty(num_networks, size_in, size_out)
+            for w in weight:
+                nn.init.orthogonal_(w, last_std if i == len(sizes) - 2 else np.sqrt(2))
+            self.weights.append(nn.Parameter(weight))
+            self.biases.append(nn.Parameter(torch.zeros(num_networks, 1, size_out)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, bias in zip(self.weights[:-1], self.biases[:-1]):
+            x = torch.baddbmm(bias, x, weight).tanh()
+        return torch.baddbmm(self.biases[-1], x, self.weights[-1])
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and variance of all samples so far, for M networks and D features (Chan et al. 1979, parallel algorithm)."""
+
+    def __init__(self, num_networks: int, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_networks, 1, size))
+        self.register_buffer("var", torch.ones(num_networks, 1, size))
+        self.register_buffer("count", torch.zeros(num_networks, 1, 1))
+
+    def update(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """x: (M, B, D); weight: (M, B, 1), 1 for samples that count and 0 for those of dead agents."""
+        count = weight.sum(1, keepdim=True).clamp(min=1)
+        mean = (x * weight).sum(1, keepdim=True) / count
+        var = ((x - mean).square() * weight).sum(1, keepdim=True) / count
+        total = self.count + count
+        delta = mean - self.mean
+        spread = self.var * self.count + var * count + delta.square() * self.count * count / total
+        self.mean += delta * count / total
+        self.var.copy_(spread / total)
+        self.count.copy_(total)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.mean) / (self.var + 1e-8).sqrt()
+
+    def denormalize(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.var + 1e-8).sqrt() + self.mean
+
+
+class Agent(nn.Module):
+    """The policies and critics of all agents, and their normalisers: M = A networks, or M = 1 shared by all.
+
+    Arrays of the environment have the agents as second axis, (R, A, ...) with R rows; `by_network` brings them to
+    (M, B, ...), where B = R rows of each agent, or B = R * A rows of the shared network.
+    """
+
+    def __init__(self, envs: MultiAgentVectorEnv, args: Args):
+        super().__init__()
+        self.num_agents, self.shared = envs.num_agents, args.share_parameters
+        num_networks = 1 if self.shared else self.num_agents
+        obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
+        hidden = [args.hidden_dim, args.hidden_dim]
+        self.actor = StackedMLP(num_networks, [obs_size, *hidden, int(envs.action_sizes.max())], last_std=0.01)
+        self.critic = StackedMLP(num_networks, [obs_size, *hidden, 1], last_std=1.0)
+        self.obs_stats = RunningMeanStd(num_networks, obs_size) if args.normalize_obs else None
+        self.value_stats = RunningMeanStd(num_networks, 1) if args.normalize_value else None
+
+    def by_network(self, x: torch.Tensor) -> torch.Tensor:
+        """(R, A, ...) -> (M, B, ...)."""
+        return x.reshape(1, -1, *x.shape[2:]) if self.shared else x.transpose(0, 1)
+
+    def by_agent(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, B, ...) -> (R, A, ...)."""
+        return x.reshape(-1, self.num_agents, *x.shape[2:]) if self.shared else x.transpose(0, 1)
+
+    def features(self, obs: torch.Tensor) -> torch.Tensor:
+        """What the networks see: obs (R, A, D), with ids if they are shared -> (M, B, D), not yet normalised."""
+        if self.shared:
+            ids = torch.eye(self.num_agents, device=obs.device).expand(len(obs), -1, -1)
+            obs = torch.cat([obs, ids], dim=-1)
+        return self.by_network(obs)
+
+    def normalize(self, features: torch.Tensor) -> torch.Tensor:
+        return features if self.obs_stats is None else self.obs_stats.normalize(features).clamp(-10, 10)
+
+    def log_probs(self, features: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of all actions (M, B, K), for normalised features (M, B, D) and action_mask (M, B, K)."""
+        return torch.where(action_mask, self.actor(features), -1e8).log_softmax(-1)
+
+    def value(self, features: torch.Tensor) -> torch.Tensor:
+        """Values (M, B) in the unit of the returns. features: normalised."""
+        value = self.critic(features)
+        return (value if self.value_stats is None else self.value_stats.denormalize(value)).squeeze(-1)
+
+
+def make_policy(agent: Agent, greedy: bool = True):
+    """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples."""
+    device = next(agent.parameters()).device
+
+    def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
+        features = agent.normalize(agent.features(torch.as_tensor(obs, device=device)))
+        mask = agent.by_network(torch.as_tensor(info["action_mask"], device=device))
+        log_probs = agent.by_agent(agent.log_probs(features, mask))
+        return (
+            (log_probs.argmax(-1) if greedy else torch.distributions.Categorical(logits=log_probs).sample())
+            .cpu()
+            .numpy()
+        )
+
+    return policy
+
+
+class Rollout(NamedTuple):
+    """What one rollout leaves behind: T steps of N environments with A agents, NumPy arrays filled in place."""
+
+    obs: np.ndarray  # (T, N, A, D) float32
+    action_mask: np.ndarray  # (T, N, A, K) bool, True = legal
+    agent_mask: np.ndarray  # (T, N, A) bool, True = alive
+    action: np.ndarray  # (T, N, A) int64
+    reward: np.ndarray  # (T, N, A) float32
+    done: np.ndarray  # (T, N, A) bool, the episode ended or the agent died with this step
+
+
+def gae(reward, value, next_value, done, gamma, gae_lambda) -> np.ndarray:
+    """Generalized advantage estimation (Schulman et al. 2016, equation 16), cut where an episode ended.
+
+    reward, value, done: (T, ..., A); next_value: (..., A), of the observation after the last step; gamma, gae_lambda:
+    numbers, or (A,) one per agent. Returns (T, ..., A).
+    """
+    nonterminal = 1.0 - done
+    following = np.concatenate([value[1:], next_value[None]])
+    advantage = reward + gamma * nonterminal * following - value  # the TD errors
+    decay = gamma * gae_lambda * nonterminal
+    for t in reversed(range(len(advantage) - 1)):
+        advantage[t] += decay[t] * advantage[t + 1]
+    return advantage
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, args: Args, run: Run):
+    """Step the environments for one rollout from `start`, the (obs, info) before it; returns the (obs, info) after it.
+
+    Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
+    """
+    device = next(agent.parameters()).device
+    gamma, reward_scale = np.array(args.gamma, np.float32), np.array(args.reward_scale, np.float32)
+    # The argmax of log-probabilities + Gumbel noise is a sample; -log(exponential) is Gumbel noise.
+    gumbel = -torch.empty(rollout.action_mask.shape, device=device).exponential_().log()
+    obs, info = start
+    for t in range(args.num_steps):
+        rollout.obs[t], rollout.action_mask[t], rollout.agent_mask[t] = obs, info["action_mask"], info["agent_mask"]
+        action_mask = torch.from_numpy(rollout.action_mask[t]).to(device)
+        if run.step + t * args.num_envs < args.random_timesteps:
+            log_probs = torch.where(action_mask, 0.0, -1e8)
+        else:
+            features = agent.normalize(agent.features(torch.from_numpy(rollout.obs[t]).to(device)))
+            log_probs = agent.by_agent(agent.log_probs(features, agent.by_network(action_mask)))
+        rollout.action[t] = (log_probs + gumbel[t]).argmax(-1).cpu().numpy()
+
+        obs, reward, termination, truncation, info = envs.step(rollout.action[t])
+        done = termination | truncation
+        rollout.reward[t] = reward * reward_scale
+        # Death ends an agent's own episode; at the end of the whole episode `info` is of the next one already.
+        rollout.done[t] = done[:, None] | (rollout.agent_mask[t] & ~info["agent_mask"])
+        if "_episode" in info:
+            run.log_episodes(info)
+            cut = np.flatnonzero(truncation & ~termination)
+            if args.time_limit_bootstrap and len(cut):
+                final_obs = torch.from_numpy(info["final_obs"][cut]).to(device)
+                final_value = agent.by_agent(agent.value(agent.normalize(agent.features(final_obs)))).cpu().numpy()
+                rollout.reward[t, cut] += gamma * final_value * rollout.agent_mask[t, cut]
+    return obs, info
+
+
+class Batch(NamedTuple):
+    """A rollout as the networks learn from it, tensors (M, B, ...)."""
+
+    features: torch.Tensor  # (M, B, D) normalised observations
+    action_mask: torch.Tensor  # (M, B, K)
+    alive: torch.Tensor  # (M, B) 1.0 for living agents, 0.0 for the rest
+    action: torch.Tensor  # (M, B)
+    log_prob: torch.Tensor  # (M, B) of the policy that acted
+    advantage: torch.Tensor  # (M, B)
+    return_: torch.Tensor  # (M, B) normalised if the values are
+    value: torch.Tensor  # (M, B) likewise
+
+
+class Settings(NamedTuple):
+    """Settings of the losses, one per network: (M, 1)."""
+
+    clip_coef: torch.Tensor
+    value_clip_coef: torch.Tensor
+    ent_coef: torch.Tensor
+    vf_coef: torch.Tensor
+
+
+def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each network's own PPO loss (M,), and its diagnostics (5, M): policy, value, entropy, approx_kl, clipfrac."""
+    num_alive = batch.alive.sum(1, keepdim=True).clamp(min=1)
+
+    def mean(x: torch.Tensor) -> torch.Tensor:  # over the samples of living agents, (M, B) -> (M, 1)
+        return (x * batch.alive).sum(1, keepdim=True) / num_alive
+
+    log_probs = agent.log_probs(batch.features, batch.action_mask)
+    log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob
+    ratio = log_ratio.exp()
+
+    advantage = batch.advantage
+    if norm_adv:
+        centred = advantage - mean(advantage)
+        advantage = centred / (mean(centred.square()).sqrt() + 1e-8)
+
+    clipped_ratio = ratio.clamp(1 - settings.clip_coef, 1 + settings.clip_coef)
+    policy_loss = -mean(torch.min(advantage * ratio, advantage * clipped_ratio))
+
+    new_value = agent.critic(batch.features).squeeze(-1)
+    change = new_value - batch.value
+    clipped_change = change.clamp(-settings.value_clip_coef, settings.value_clip_coef)
+    new_value = batch.value + torch.where(settings.value_clip_coef > 0, clipped_change, change)
+    value_loss = mean((new_value - batch.return_).square())
+
+    entropy = -mean((log_probs.exp() * log_probs).sum(-1))
+    loss = policy_loss - settings.ent_coef * entropy + settings.vf_coef * value_loss
+
+    with torch.no_grad():
+        approx_kl = mean(ratio - 1 - log_ratio)
+        clipfrac = mean(((ratio - 1).abs() > settings.clip_coef).float())
+        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac])
+    return loss.squeeze(1), stats.squeeze(-1)
+
+
+def stack_parameters(agent: Agent) -> torch.Tensor:
+    """Put all parameters of network m into row m of one tensor (M, P), which makes a row a network to the optimizer.
+
+    The agent's parameters become views of it: what changes the rows changes the agent.
+    """
+    parameters = list(agent.parameters())  # each (M, ...)
+    rows = torch.cat([p.detach().flatten(1) for p in parameters], dim=1)
+    for p, values in zip(parameters, rows.split([p[0].numel() for p in parameters], dim=1)):
+        p.data = values.view_as(p)
+    return rows
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
+    """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
+    device, num_networks, batch_size = batch.action.device, *batch.action.shape
+    settings = Settings(
+        *(torch.tensor(getattr(args, name), device=device).expand(num_networks)[:, None] for name in Settings._fields)
+    )
+    parameters = list(agent.parameters())
+    rows = [group["params"][0] for group in optimizer.param_groups]  # row m holds the parameters of network m
+    max_norm = torch.tensor(args.max_grad_norm, device=device).expand(num_networks)[:, None]
+    target_kl = np.broadcast_to(args.target_kl, num_networks)
+    active = np.ones(num_networks, bool)  # networks that still learn from this rollout
+    all_stats = []
+    for epoch in range(max(args.update_epochs)):
+        active &= epoch < np.array(args.update_epochs)
+        order = torch.randperm(batch_size, device=device)
+        shuffled = [x[:, order].split(batch_size // args.num_minibatches, dim=1) for x in batch]
+        epoch_kl = 0.0
+        for minibatch in zip(*shuffled):
+            loss, stats = ippo_loss(agent, Batch(*minibatch), settings, args.norm_adv)
+            if target_kl.any():
+                active &= (target_kl == 0) | (stats[3].cpu().numpy() <= target_kl)
+            # The losses share no parameter: the gradient of their sum is each network's gradient of its own loss.
+            gradient = torch.cat([g.flatten(1) for g in torch.autograd.grad(loss.sum(), parameters)], dim=1)  # (M, P)
+            gradient *= (max_norm / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
+            for m, row in enumerate(rows):
+                row.grad = gradient[m] if active[m] else None  # Adam leaves a row without gradient alone
+            optimizer.step()
+            all_stats.append(stats)
+            epoch_kl = epoch_kl + stats[3] / args.num_minibatches
+        adapt_learning_rate(optimizer, epoch_kl, args)
+        if not active.any():
+            break
+    names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
+    return {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean((0, 2)).tolist())}
+
+
+def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, args: Args) -> None:
+    """The kl-adaptive schedule: policies that move too far slow down 1.5 times, the others speed up."""
+    schedules = np.broadcast_to(args.lr_schedule, len(optimizer.param_groups))
+    for m in np.flatnonzero(schedules == "kl-adaptive"):
+        group = optimizer.param_groups[m]
+        if kl[m] > 2 * args.lr_kl_target:
+            group["lr"] = max(group["lr"] / 1.5, 1e-6)
+        elif kl[m] < args.lr_kl_target / 2:
+            group["lr"] = min(group["lr"] * 1.5, 1e-2)
+
+
+def check_args(args: Args) -> None:
+    """What can be checked without the environment; raises UsageError."""
+    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
+    check_positive(args, "hidden_dim", "checkpoint_interval", "max_grad_norm", "clip_coef", "lr_kl_target")
+    for name in ("gamma", "gae_lambda"):
+        check(all(0 <= x <= 1 for x in getattr(args, name)), f"--{name.replace('_', '-')} must be in [0, 1]")
+
+
+def check_per_agent(args: Args, num_agents: int) -> None:
+    """Check the lengths of the settings that are given once or per agent."""
+    of_rewards = ["gamma", "gae_lambda", "reward_scale"]
+    of_networks = ["learning_rate", "lr_schedule", "update_epochs", "max_grad_norm", "target_kl", *Settings._fields]
+    for name in of_rewards + of_networks:
+        flag, length = f"--{name.replace('_', '-')}", len(getattr(args, name))
+        check(length in (1, num_agents), f"{flag} takes one value or one for each of {num_agents} agents, not {length}")
+        if args.share_parameters and name in of_networks:
+            check(length == 1, f"{flag} takes one value with --share-parameters, not {length}: there is one network")
+
+
+def main(args: Args) -> Path:
+    """Train as `args` says; returns the run folder."""
+    # ---------------------------------------------------------------------------------------------------------- set up
+    check_args(args)
+    device = find_device(args.device)
+    seed_everything(args.seed, args.torch_threads)
+    envs = make_envs(args, args.num_envs)
+    T, N, A, D, K = (
+        args.num_steps,
+        args.num_envs,
+        envs.num_agents,
+        int(envs.obs_sizes.max()),
+        int(envs.action_sizes.max()),
+    )
+    check_per_agent(args, A)
+    steps_per_update = T * N
+    samples = steps_per_update * (A if args.share_parameters else 1)
+    message = f"{samples} samples of a rollout are not divisible by --num-minibatches {args.num_minibatches}"
+    check(samples % args.num_minibatches == 0, message)
+    message = (
+        f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {steps_per_update}"
+    )
+    check(args.total_timesteps >= steps_per_update, message)
+
+    agent = Agent(envs, args).to(device)
+    rows = stack_parameters(agent)
+    learning_rate = np.broadcast_to(args.learning_rate, len(rows))
+    groups = [{"params": [row], "lr": lr} for row, lr in zip(rows, learning_rate)]
+    optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
+    rollout = Rollout(
+        obs=np.zeros((T, N, A, D), np.float32),
+        action_mask=np.zeros((T, N, A, K), bool),
+        agent_mask=np.zeros((T, N, A), bool),
+        action=np.zeros((T, N, A), np.int64),
+        reward=np.zeros((T, N, A), np.float32),
+        done=np.zeros((T, N, A), bool),
+    )
+
+    def tensor(x: np.ndarray) -> torch.Tensor:  # (T, N, A, ...) -> (T * N, A, ...) on the device
+        return torch.from_numpy(x).to(device).flatten(0, 1)
+
+    num_updates = args.total_timesteps // steps_per_update
+    with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
+        now = envs.reset(seed=args.seed + run.step)
+        for iteration in range(run.step // steps_per_update, num_updates):
+            for group, lr, schedule in zip(optimizer.param_groups, learning_rate, args.lr_schedule * len(rows)):
+                if schedule == "linear":
+                    group["lr"] = lr * (1 - iteration / num_updates)
+
+            # ------------------------------------------------------------------------------------------------- collect
+            now = collect(agent, envs, now, rollout, args, run)
+            run.step += steps_per_update
+
+            # ------------------------------------------------------------------------------------------------ estimate
+            with torch.no_grad():
+                raw_features = agent.features(tensor(rollout.obs))
+                features = agent.normalize(raw_features)
+                action_mask = agent.by_network(tensor(rollout.action_mask))
+                alive = agent.by_network(tensor(rollout.agent_mask)).float()
+                action = agent.by_network(tensor(rollout.action))
+                log_prob = agent.log_probs(features, action_mask).gather(-1, action[..., None]).squeeze(-1)
+                value = agent.value(features)
+                next_value = agent.value(agent.normalize(agent.features(torch.from_numpy(now[0]).to(device))))
+                advantage = gae(
+                    rollout.reward,
+                    agent.by_agent(value).reshape(T, N, A).cpu().numpy(),
+                    agent.by_agent(next_value).cpu().numpy(),
+                    rollout.done,
+                    np.array(args.gamma),
+                    np.array(args.gae_lambda),
+                )
+                advantage = agent.by_network(tensor(advantage.astype(np.float32)))
+                return_ = advantage + value
+                explained_variance = 1 - advantage.var() / return_.var()
+                if agent.value_stats is not None:
+                    agent.value_stats.update(return_[..., None], alive[..., None])
+                    return_ = agent.value_stats.normalize(return_[..., None]).squeeze(-1)
+                    value = agent.value_stats.normalize(value[..., None]).squeeze(-1)
+
+            # --------------------------------------------------------------------------------------------------- learn
+            metrics = {}
+            if run.step > max(args.random_timesteps, args.learning_starts):
+                batch = Batch(features, action_mask, alive, action, log_prob, advantage, return_, value)
+                metrics = update(agent, optimizer, batch, args)
+                metrics["train/explained_variance"] = explained_variance
+                metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
+            if agent.obs_stats is not None:  # after the update, which needs the statistics that the rollout acted with
+                agent.obs_stats.update(raw_features, alive[..., None])
+            run.log(metrics)
+
+        # ---------------------------------------------------------------------------------------------------- evaluate
+        run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
+    envs.close()
+    return run.folder
+
+
+if __name__ == "__main__":
+    launch(main, Args)

@@ -1,0 +1,408 @@
+"""What every experiment needs and no algorithm cares about: run folder, metrics, progress, checkpoints, resume.
+
+    if __name__ == "__main__":
+        launch(main, Args)                                # command line; a user's mistake: one line, exit status 2
+
+    with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
+        while run.step < args.total_timesteps:
+            ...                                           # collect and learn
+            run.step += num_envs * num_steps              # environment steps: the x-axis of everything
+            run.log({"train/policy_loss": policy_loss})   # once per update: write, show, save if due, stop if asked
+        run.evaluate(make_envs, policy)
+
+A run folder `runs/{env_id}__{script}__{seed}__{time}` holds `args.json` (arguments, command, versions, commit),
+TensorBoard events, `checkpoint.pt` and, once the run is complete, `done.json`.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from cleanmarl.envs import EnvError
+
+CURVE_POINTS = 2000  # a run writes about this many points per metric, however short its updates are
+LINE_SECONDS = 5  # between two lines of progress where there is no terminal
+# What may differ from the arguments of the run that --resume continues: nothing that changes the learning.
+RESUME_MAY_CHANGE = {"total_timesteps", "checkpoint_interval", "device", "torch_threads", "resume", "runs_dir"}
+RESUME_MAY_CHANGE |= {"track", "wandb_project_name", "wandb_entity", "capture_video", "num_workers"}
+
+
+class UsageError(Exception):
+    """The user asked for something impossible: shown as one line, exit status 2."""
+
+
+class NonFiniteError(Exception):
+    """A loss is NaN or infinite: the run stops and its last checkpoint stays as it was."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise UsageError(message) unless the condition holds."""
+    if not condition:
+        raise UsageError(message)
+
+
+def check_positive(args: Any, *names: str) -> None:
+    """Check that these fields of args (numbers, or tuples of one number per agent) are greater than zero."""
+    for name in names:
+        value = getattr(args, name)
+        smallest = min(value) if isinstance(value, tuple) else value
+        check(smallest > 0, f"--{name.replace('_', '-')} must be greater than 0, not {smallest}")
+
+
+def find_device(name: str) -> torch.device:
+    """The torch device called `name` (cpu, cuda, cuda:1, mps); UsageError if this machine does not have it."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"--device {name} is not there ({reason}); --device cpu always is") from error
+    return device
+
+
+def seed_everything(seed: int, torch_threads: int) -> None:
+    """Seed Python, NumPy and torch, and set the number of torch's threads (more than one slows small networks down)."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (libraries draw from NumPy's global state)
+    torch.manual_seed(seed)
+    torch.set_num_threads(torch_threads)
+    torch.backends.cudnn.deterministic = True
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The contents of a run folder's args.json; UsageError if the folder is not a run."""
+    try:
+        return json.loads((Path(folder) / "args.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} is not a run folder: it has no readable args.json") from error
+
+
+def load_args(args_class: type, folder: Path, script: str) -> Any:
+    """The arguments of an earlier run of `script` as an instance of `args_class` (JSON lists become tuples again)."""
+    meta = read_run(folder)
+    check(meta["script"] == script, f"{folder} is a run of {meta['script']}.py, not of {script}.py")
+    return args_class(**{key: tuple(v) if isinstance(v, list) else v for key, v in meta["args"].items()})
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The latest checkpoint of a run folder, on the CPU; UsageError if it has none."""
+    path = Path(folder) / "checkpoint.pt"
+    check(path.exists(), f"{folder} has no checkpoint.pt: the run ended before it saved one")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def parse(args_class: type, argv: list[str], script: str) -> Any:
+    """Arguments from the command line; with --resume RUN_DIR, those of that run unless the command line differs."""
+    args = tyro.cli(args_class, args=argv)
+    if args.resume is None:
+        return args
+    stored = load_args(args_class, args.resume, script)
+    args = tyro.cli(args_class, args=argv, default=stored)
+    for field in dataclasses.fields(args):
+        new, old = getattr(args, field.name), getattr(stored, field.name)
+        flag = f"--{field.name.replace('_', '-')}"
+        message = f"{flag} {new} would change the learning of the run to resume, which has {old}"
+        check(new == old or field.name in RESUME_MAY_CHANGE, message)
+    return args
+
+
+def launch(main: Callable[[Any], Any], args_class: type) -> None:
+    """Run `main` on the command line's arguments; a user's mistake is one line and exit status 2."""
+    script = Path(sys.argv[0]).stem
+    try:
+        main(parse(args_class, sys.argv[1:], script))
+    except (UsageError, EnvError) as error:
+        print(f"{script}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except NonFiniteError as error:
+        print(f"{script}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def evaluate(envs, policy: Callable, num_episodes: int, seed: int | None = None, frames: list | None = None) -> dict:
+    """Play `num_episodes` and return their eval/ep_reward, eval/std_ep_reward, eval/ep_length (and eval/battle_won).
+
+    `policy(obs, info, done)` returns the actions of all environments; done (N,) marks those at the start of an episode,
+    where a recurrent policy forgets. Every environment plays its share of the episodes, so that short ones do not count
+    more often. With several agents ep_reward is the team's sum, ep_reward_agent_i the return of agent i. Training's
+    random numbers are left alone. `frames`, if given, receives the pictures (H, W, 3) of environment 0.
+    """
+    num_envs = envs.num_envs
+    share = np.full(num_envs, num_episodes // num_envs)
+    share[: num_episodes % num_envs] += 1
+    returns, lengths, battles_won = [], [], []
+    with torch.no_grad(), torch.random.fork_rng():
+        if seed is not None:
+            torch.manual_seed(seed)
+        obs, info = envs.reset(seed=seed)
+        done = np.ones(num_envs, bool)
+        while share.any():
+            if frames is not None:
+                frame = envs.render()
+                frames.append(frame[0] if isinstance(frame, tuple | list) else frame)
+            obs, _, termination, truncation, info = envs.step(policy(obs, info, done))
+            done = termination | truncation
+            for i in np.flatnonzero(done & (share > 0)):
+                share[i] -= 1
+                returns.append(info["episode"]["r"][i])
+                lengths.append(info["episode"]["l"][i])
+                battles_won += [info["episode"]["battle_won"][i]] if "battle_won" in info["episode"] else []
+    returns = np.array(returns, np.float64).reshape(num_episodes, -1)  # (episodes, agents)
+    metrics = {"eval/ep_reward": returns.sum(1).mean(), "eval/std_ep_reward": returns.sum(1).std()}
+    metrics["eval/ep_length"] = np.mean(lengths)
+    if battles_won:
+        metrics["eval/battle_won"] = np.mean(battles_won)
+    if returns.shape[1] > 1:
+        metrics |= {f"eval/ep_reward_agent_{i}": r for i, r in enumerate(returns.mean(0))}
+    return {key: float(value) for key, value in metrics.items()}
+
+
+def save_video(frames: list[np.ndarray], path: Path, fps: int = 30) -> None:
+    """Write frames (H, W, 3) uint8 as an .mp4 or .gif; UsageError if the package that does it is missing."""
+    clip = _import("moviepy", "a video").ImageSequenceClip(frames, fps=fps)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".gif":
+        clip.write_gif(str(path), logger=None)
+    else:
+        clip.write_videofile(str(path), logger=None)
+
+
+class Run:
+    """One experiment: its folder, metrics, progress and checkpoints.
+
+    `modules` are what a checkpoint holds: anything with a state_dict. Attributes: `folder`, and `step`, the environment
+    steps so far, which the script advances. Raises UsageError, before anything is written, for a folder that cannot be
+    written or resumed.
+    """
+
+    def __init__(self, args: Any, script: str, **modules: Any):
+        self.args, self.modules, self.script = args, modules, Path(script).stem
+        self.step = self.num_episodes = 0
+        self.episodes = defaultdict(list)  # statistics of the episodes that ended since the last point
+        self.stop_signal = self.bar = self.wandb = None
+        if args.track:
+            wandb = _import("wandb", "--track")
+        if args.capture_video:
+            _import("moviepy", "--capture-video")
+        if args.resume is None:
+            self._make_folder()
+        else:
+            self.folder = Path(args.resume)
+            load_args(type(args), self.folder, self.script)  # fails if it is not a run of this script
+            self._restore(load_checkpoint(self.folder))
+        resumed = f" (resumed at step {self.step:,})" if self.step else ""
+        print(f"run folder: {self.folder}{resumed}", flush=True)
+        if args.track:
+            name, config = self.folder.name, dataclasses.asdict(args)
+            where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(self.folder)}
+            self.wandb = wandb.init(name=name, id=name, resume="allow", config=config, **where)
+
+        from torch.utils.tensorboard import SummaryWriter  # here, because importing it takes a second
+
+        # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else None)
+        self.start_step, self.start_time = self.step, time.perf_counter()
+        self.last_point = self.last_checkpoint = self.step
+        self.last_line = self.start_time
+
+    def _make_folder(self) -> None:
+        args = self.args
+        name = f"{args.env_id.replace('/', '-')}__{self.script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        packages = ["torch", "numpy", "gymnasium", "envpool", "pettingzoo", "mpe2", "tensorboard"]
+        meta = {
+            "script": self.script,
+            "args": dataclasses.asdict(args),
+            "command": sys.argv,
+            "versions": {"python": sys.version.split()[0]} | {package: _version(package) for package in packages},
+            "git_commit": _git_commit(),
+        }
+        self.folder = Path(args.runs_dir, name)
+        while self.folder.exists():  # two runs of one seed started in one second do not share a folder
+            self.folder = self.folder.with_name(self.folder.name + "-again")
+        try:
+            self.folder.mkdir(parents=True)
+            (self.folder / "args.json").write_text(json.dumps(meta, indent=2, default=str))
+        except OSError as error:
+            reason = f"cannot write the run folder {self.folder} ({error.strerror})"
+            raise UsageError(f"{reason}; choose another place with --runs-dir") from error
+
+    def __enter__(self) -> "Run":
+        if threading.current_thread() is threading.main_thread():
+            self.old_handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
+        return self
+
+    def __exit__(self, error_type, error, traceback) -> None:
+        for signum, handler in getattr(self, "old_handlers", {}).items():
+            signal.signal(signum, handler)
+        if error_type is None:
+            self.save()
+            seconds = round(time.perf_counter() - self.start_time, 1)
+            (self.folder / "done.json").write_text(json.dumps({"step": self.step, "seconds": seconds}))
+            self._print(f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))}, saved in {self.folder}")
+            self._print(f"  curves: tensorboard --logdir {self.folder}")
+            self._print(f"  play:   python -m cleanmarl.enjoy {self.folder}")
+        elif issubclass(error_type, Exception) and error_type is not NonFiniteError:
+            self.save()  # an environment that died should not cost the run
+            print(f"saved step {self.step:,} in {self.folder} before the error below", file=sys.stderr)
+        if self.bar is not None:
+            self.bar.close()
+        self.writer.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        if self.stop_signal is not None:
+            raise KeyboardInterrupt  # asked twice: stop at once
+        self.stop_signal = signum
+        self._print("stopping: finishing this update and saving (again to stop at once)")
+
+    def log_episodes(self, info: dict[str, Any]) -> None:
+        """Count the episodes that ended (info's `episode` and `_episode`); the next point shows their mean."""
+        ended = info["_episode"]
+        returns = info["episode"]["r"][ended].reshape(ended.sum(), -1)  # (episodes, agents)
+        self.num_episodes += len(returns)
+        self.episodes["rollout/ep_reward"] += returns.sum(1).tolist()
+        self.episodes["rollout/ep_length"] += info["episode"]["l"][ended].tolist()
+        if returns.shape[1] > 1:
+            for agent, return_ in enumerate(returns.T):
+                self.episodes[f"rollout/ep_reward_agent_{agent}"] += return_.tolist()
+        if "battle_won" in info["episode"]:
+            self.episodes["rollout/battle_won"] += info["episode"]["battle_won"][ended].tolist()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Once per update: check the losses, write a point of every curve if one is due, save if due, stop if asked to.
+
+        Raises NonFiniteError if a metric whose name ends in `_loss` is not finite, SystemExit after SIGINT or SIGTERM.
+        """
+        metrics = {key: float(value) for key, value in metrics.items()}
+        for key, value in metrics.items():
+            if key.endswith("_loss") and not math.isfinite(value):
+                saved = f"last good checkpoint: step {self.last_checkpoint:,} in {self.folder}"
+                raise NonFiniteError(f"{key} is {value} at step {self.step:,}; {saved}")
+        total = self.args.total_timesteps
+        if self.step - self.last_point >= total // CURVE_POINTS or self.step >= total:
+            self.last_point = self.step
+            episodes = {key: float(np.mean(values)) for key, values in self.episodes.items()}
+            episodes["rollout/num_episodes"] = self.num_episodes
+            self.episodes.clear()
+            self.write(metrics | episodes | {"time/SPS": self._sps()})
+            self._show(episodes)
+        if self.stop_signal is not None:
+            self.save()
+            print(f"stopped at step {self.step:,}; continue with --resume {self.folder}", flush=True)
+            raise SystemExit(128 + self.stop_signal)
+        if self.step - self.last_checkpoint >= self.args.checkpoint_interval:
+            self.save()
+
+    def write(self, metrics: dict[str, float]) -> None:
+        """Write a point of each metric at the current step, whether or not one is due."""
+        for key, value in metrics.items():
+            self.writer.add_scalar(key, value, self.step)
+        if self.wandb is not None:
+            self.wandb.log(metrics, step=self.step)
+
+    def evaluate(self, make_envs: Callable, policy: Callable, num_envs: int = 1) -> None:
+        """Play --eval-episodes in `make_envs(args, num_envs)`, log the result; film one more if --capture-video."""
+        args = self.args
+        if args.eval_episodes > 0:
+            envs = make_envs(args, num_envs)
+            metrics = evaluate(envs, policy, args.eval_episodes, seed=args.seed)
+            envs.close()
+            self.write(metrics)
+            mean, std = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"]
+            length = f"length {metrics['eval/ep_length']:.1f}"
+            self._print(f"evaluation: return {mean:.2f} ± {std:.2f}, {length}, {args.eval_episodes} episodes")
+        if args.capture_video:
+            envs, frames = make_envs(args, 1, render_mode="rgb_array"), []
+            evaluate(envs, policy, 1, seed=args.seed, frames=frames)
+            envs.close()
+            save_video(frames, self.folder / "videos" / f"step-{self.step}.mp4")
+
+    def _sps(self) -> float:
+        return (self.step - self.start_step) / (time.perf_counter() - self.start_time)
+
+    def _show(self, episodes: dict[str, float]) -> None:
+        return_ = episodes.get("rollout/ep_reward")
+        if self.bar is not None:
+            self.bar.update(self.step - self.bar.n)
+            if return_ is not None:
+                self.bar.set_postfix_str(f"return {return_:.1f}", refresh=False)
+        elif time.perf_counter() - self.last_line >= LINE_SECONDS or self.step >= self.args.total_timesteps:
+            self.last_line, total, sps = time.perf_counter(), self.args.total_timesteps, self._sps()
+            left = timedelta(seconds=round((total - self.step) / sps))
+            latest = "" if return_ is None else f"  return {return_:.1f}"
+            self._print(f"step {self.step:,}/{total:,}  {self.step / total:.0%}  SPS {sps:,.0f}{latest}  ETA {left}")
+
+    def _print(self, line: str) -> None:
+        if self.bar is not None:
+            self.bar.write(line)
+        else:
+            print(line, flush=True)
+
+    def save(self) -> None:
+        """Write checkpoint.pt atomically: a crash at any moment leaves the previous one or the new one whole."""
+        self.writer.flush()  # what the checkpoint has seen, the event files have too
+        name, keys, *numbers = np.random.get_state()  # noqa: NPY002
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        randoms = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
+        randoms["numpy"] = (name, torch.from_numpy(keys.astype(np.int64)), *numbers)
+        checkpoint = {"step": self.step, "num_episodes": self.num_episodes, "random": randoms}
+        checkpoint["modules"] = {name: module.state_dict() for name, module in self.modules.items()}
+        temporary = self.folder / "checkpoint.tmp"
+        torch.save(checkpoint, temporary)
+        temporary.replace(self.folder / "checkpoint.pt")
+        self.last_checkpoint = self.step
+
+    def _restore(self, checkpoint: dict[str, Any]) -> None:
+        self.step, self.num_episodes, randoms = checkpoint["step"], checkpoint["num_episodes"], checkpoint["random"]
+        for name, module in self.modules.items():
+            module.load_state_dict(checkpoint["modules"][name])
+        random.setstate(randoms["python"])
+        torch.set_rng_state(randoms["torch"])
+        if torch.cuda.is_available() and randoms["cuda"]:
+            torch.cuda.set_rng_state_all(randoms["cuda"])
+        name, keys, *numbers = randoms["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
+        (self.folder / "done.json").unlink(missing_ok=True)
+
+
+def _import(package: str, flag: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UsageError(f"{flag} needs the package {package}: pip install {package}") from error
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

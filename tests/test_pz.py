@@ -1,0 +1,494 @@
+"""PettingZoo environments in worker processes: equal to stepping them by hand, and nothing left when they fail."""
+
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cleanmarl.envs import EnvError, env_seeds, make
+
+PROC = Path("/proc")
+LINUX = pytest.mark.skipif(not PROC.exists(), reason="reads /proc")
+
+TOY = '''
+"""Three unlike agents that die on schedule; an observation tells the step and the action that arrived."""
+import os
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
+
+class Toy(ParallelEnv):
+    metadata = {"name": "toy"}
+    possible_agents = ["dict", "one_hot", "image"]
+
+    def __init__(self, deaths=None, truncate=6, fail_at=None, exit_at=None, keep_dead=False):
+        self.deaths, self.truncate, self.fail_at, self.exit_at = deaths or {}, truncate, fail_at, exit_at
+        self.keep_dead = keep_dead
+
+    def observation_space(self, agent):
+        masked = {"observation": spaces.Box(-9, 9, (2,)), "action_mask": spaces.MultiBinary(3)}
+        image = spaces.Box(0, 255, (2, 3), np.uint8)
+        return {"dict": spaces.Dict(masked), "one_hot": spaces.Discrete(4), "image": image}[agent]
+
+    def action_space(self, agent):
+        return {"dict": spaces.Discrete(3), "one_hot": spaces.Discrete(2, start=5), "image": spaces.Discrete(4)}[agent]
+
+    def observe(self):
+        mask = np.array([self.t % 2, 0, 1])
+        obs = {
+            "dict": {"observation": np.array([self.t, self.got.get("dict", -1)]), "action_mask": mask},
+            "one_hot": self.got.get("one_hot", 5) - 4,
+            "image": np.full((2, 3), 10 * self.t + self.got.get("image", 0), np.uint8),
+        }
+        info = {agent: {} for agent in self.agents}
+        if "image" in info:
+            info["image"]["action_mask"] = np.array([0, 0, 0, self.t < 3], np.int8)
+        return {agent: obs[agent] for agent in self.agents}, info
+
+    def reset(self, seed=None, options=None):
+        self.t, self.got, self.agents = 0, {}, list(self.possible_agents)
+        return self.observe()
+
+    def step(self, actions):
+        assert set(actions) == {a for a in self.agents if self.deaths.get(a, 99) > self.t}, actions
+        assert "one_hot" not in actions or actions["one_hot"] in (5, 6)
+        self.t, self.got = self.t + 1, actions
+        if self.t == self.fail_at:
+            raise ZeroDivisionError("the toy broke")
+        if self.t == self.exit_at:
+            os._exit(3)
+        term = {a: self.deaths.get(a) == self.t for a in self.agents}
+        trunc = {a: self.t == self.truncate for a in self.agents}
+        reward = {a: 1.0 + i for i, a in enumerate(self.possible_agents) if a in self.agents}
+        obs, info = self.observe()
+        if not self.keep_dead:
+            self.agents = [a for a in self.agents if not (term[a] or trunc[a])]
+        return obs, reward, term, trunc, info
+
+parallel_env = Toy
+'''
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """`pz/toys/toy`, found through sys.path, in this process and in the workers."""
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "__init__.py").touch()
+    (tmp_path / "toys" / "toy.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "pz/toys/toy"
+    for name in ("toys", "toys.toy"):
+        sys.modules.pop(name, None)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_for(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not condition():
+        time.sleep(0.02)
+    return condition()
+
+
+def pids(envs) -> list[int]:
+    return [worker.process.pid for worker in envs.workers]
+
+
+def play(env_id: str, num_envs: int, steps: int, seed: int = 7, **options) -> list:
+    """Random legal actions: [(obs, info)] + [(action, obs, reward, termination, truncation, info), ...]."""
+    envs, rng = make(env_id, num_envs, **options), np.random.default_rng(0)
+    record = [envs.reset(seed=seed)]
+    for _ in range(steps):
+        mask = record[-1][-1]["action_mask"]
+        action = rng.uniform(0, 1, mask.shape).astype(np.float32) * mask
+        if not envs.continuous:
+            action = action.argmax(-1)
+        record.append((action, *envs.step(action)))
+    envs.close()
+    return record
+
+
+def by_hand(module: str, num_envs: int, record: list, seed: int = 7, **options) -> int:
+    """Replay a record on environments stepped directly and compare everything. Returns the number of episodes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        parallel_env = importlib.import_module(module).parallel_env
+    episodes = 0
+    for n, first_seed in enumerate(env_seeds(seed, num_envs)):
+        env, seeds = parallel_env(**options), np.random.default_rng(first_seed)
+        names = list(env.possible_agents)
+        sizes = [int(np.prod(env.observation_space(a).shape)) for a in names]
+
+        def rows(obs, alive, names=names, sizes=sizes):
+            out = np.zeros((len(names), max(sizes)), np.float32)
+            for a, agent in enumerate(names):
+                if agent in alive:
+                    out[a, : sizes[a]] = obs[agent].reshape(-1)
+            return out
+
+        obs, _ = env.reset(seed=first_seed)
+        np.testing.assert_array_equal(record[0][0][n], rows(obs, names))
+        returns, length = np.zeros(len(names)), 0
+        for action, obs_, reward_, termination, truncation, info in record[1:]:
+            alive, actions = list(env.agents), {}
+            for agent in alive:
+                a = names.index(agent)
+                shape = env.action_space(agent).shape
+                actions[agent] = action[n, a, : shape[0]] if shape else action[n, a]
+            obs, reward, term, trunc, _ = env.step(actions)
+            want = np.array([reward[a] if a in alive else 0 for a in names])
+            np.testing.assert_array_equal(reward_[n], want.astype(np.float32))
+            returns, length, done = returns + reward_[n], length + 1, not env.agents
+            assert termination[n] == (done and not any(trunc[a] and not term[a] for a in alive))
+            assert truncation[n] == (done and not termination[n])
+            if done:
+                episodes += 1
+                np.testing.assert_array_equal(info["final_obs"][n], rows(obs, alive))
+                assert info["_final_obs"][n] and info["_episode"][n] and info["episode"]["l"][n] == length
+                np.testing.assert_allclose(info["episode"]["r"][n], returns, rtol=1e-12)
+                if trunc[alive[0]]:
+                    np.testing.assert_array_equal(info["final_state"][n], np.ravel(env.state()).astype(np.float32))
+                obs, _ = env.reset(seed=int(seeds.integers(2**31)))
+                returns, length = np.zeros(len(names)), 0
+            elif "_episode" in info:
+                assert not info["_episode"][n] and not info["final_obs"][n].any() and not info["episode"]["r"][n].any()
+            np.testing.assert_array_equal(obs_[n], rows(obs, env.agents))
+            np.testing.assert_array_equal(info["agent_mask"][n], [a in env.agents for a in names])
+            np.testing.assert_array_equal(info["state"][n], np.ravel(env.state()).astype(np.float32))
+            for a, agent in enumerate(names):
+                space = env.action_space(agent)
+                legal = (space.shape[0] if space.shape else space.n) if agent in env.agents else 1
+                assert info["action_mask"][n, a].tolist() == [k < legal for k in range(info["action_mask"].shape[-1])]
+        env.close()
+    return episodes
+
+
+@pytest.mark.parametrize("num_envs, num_workers", [(3, 0), (4, 1), (5, 2)])
+def test_spread_equals_mpe2(num_envs, num_workers):
+    record = play("pz/mpe2/simple_spread_v3", num_envs, 20, num_workers=num_workers, max_cycles=6)
+    assert by_hand("mpe2.simple_spread_v3", num_envs, record, max_cycles=6) == 3 * num_envs
+
+
+@pytest.mark.parametrize("name", ["simple_tag_v3", "simple_speaker_listener_v4"])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_unlike_agents_equal_mpe2(name, continuous):
+    options = {"max_cycles": 6, "continuous_actions": continuous}
+    record = play(f"pz/mpe2/{name}", 3, 14, num_workers=2, **options)
+    assert by_hand(f"mpe2.{name}", 3, record, **options) == 6
+
+
+def test_dying_agents_equal_knights_archers_zombies():
+    """Agents of this game are killed one after another, and it ends when all of them are."""
+    options = {"spawn_delay": 5, "line_death": True}
+    record = play("pz/butterfly/knights_archers_zombies_v11", 2, 250, num_workers=2, **options)
+    assert by_hand("pettingzoo.butterfly.knights_archers_zombies_v11", 2, record, **options) >= 2
+    alive = np.array([row[-1]["agent_mask"].sum(-1) for row in record])
+    assert 0 < alive.min() < alive.max() == 4
+
+
+def test_pursuit_equals_pettingzoo():
+    record = play("pz/sisl/pursuit_v5", 2, 9, num_workers=1, max_cycles=4)
+    assert by_hand("pettingzoo.sisl.pursuit_v5", 2, record, max_cycles=4) == 4
+
+
+def test_multiwalker_falls():
+    """Continuous actions; its state() fails once a walker fell, and then the state before stands in."""
+    record = play("pz/sisl/multiwalker_v9", 2, 150, num_workers=2)
+    ends = [row for row in record[1:] if row[3].any()]
+    assert ends
+    for row in ends:
+        n = int(np.flatnonzero(row[3])[0])
+        before = record[[r is row for r in record].index(True) - 1]
+        np.testing.assert_array_equal(row[-1]["final_state"][n], before[-1]["state"][n])
+        assert row[-1]["final_obs"][n].any() and row[-1]["agent_mask"].all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("keep_dead", [False, True])
+def test_masks_padding_and_death(toy, num_workers, keep_dead):
+    if keep_dead:  # an environment that goes on listing those who are done
+        options = {"deaths": {"dict": 2, "image": 4}, "keep_dead": True}
+    else:
+        options = {"deaths": {"dict": 2, "image": 4}}
+    envs = make(toy, 1, num_workers=num_workers, truncate=5, **options)
+    obs, info = envs.reset(seed=1)
+    assert obs.shape == (1, 3, 6) and envs.obs_sizes.tolist() == [2, 4, 6] and envs.action_sizes.tolist() == [3, 2, 4]
+    assert obs[0].tolist() == [[0, -1, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0], [0] * 6]
+    assert info["action_mask"][0].tolist() == [
+        [False, False, True, False],
+        [True, True, False, False],
+        [False] * 3 + [True],
+    ]
+    assert info["state"].tolist() == [obs.reshape(-1).tolist()]  # it has no state()
+
+    obs, reward, term, trunc, info = envs.step(np.array([[2, 1, 3]]))
+    assert obs[0].tolist() == [[1, 2, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0], [13] * 6]
+    assert reward.tolist() == [[1, 2, 3]] and info["action_mask"][0, 0].tolist() == [True, False, True, False]
+
+    obs, reward, term, trunc, info = envs.step(np.array([[0, 0, 3]]))  # the first agent dies: paid once more
+    assert reward.tolist() == [[1, 2, 3]] and info["agent_mask"].tolist() == [[False, True, True]]
+    assert not obs[0, 0].any() and info["action_mask"][0, 0].tolist() == [True, False, False, False]
+    assert not term.any() and not trunc.any() and "final_obs" not in info
+
+    for action in ([[99, 0, 3]], [[-1, 0, 0]]):  # what dead agents say is ignored; without a legal action, 0 is
+        obs, reward, term, trunc, info = envs.step(np.array(action))
+        assert reward.tolist() == [[0, 2, 3]]
+        assert info["action_mask"][0, 2].tolist() == [True, False, False, False]
+    assert info["agent_mask"].tolist() == [[False, True, False]]
+
+    obs, reward, term, trunc, info = envs.step(np.array([[0, 1, 0]]))
+    assert trunc.tolist() == [True] and term.tolist() == [False]
+    assert info["final_obs"][0].tolist() == [[0] * 6, [0, 0, 1, 0, 0, 0], [0] * 6]
+    assert info["final_state"][0].tolist() == info["final_obs"].reshape(-1).tolist()
+    assert info["final_action_mask"][0].tolist() == [
+        [True] + [False] * 3,
+        [True, True, False, False],
+        [True] + [False] * 3,
+    ]
+    assert info["episode"]["r"].tolist() == [[2, 10, 12]] and info["episode"]["l"].tolist() == [5]
+    assert info["agent_mask"].all() and obs[0, 0].tolist() == [0, -1, 0, 0, 0, 0]
+    envs.close()
+
+
+def test_last_agent_terminated(toy):
+    """Everyone is terminated, the last one in the step of the time limit: that is a termination."""
+    envs = make(toy, 1, num_workers=0, truncate=3, deaths={"dict": 1, "one_hot": 3, "image": 3})
+    _, info = envs.reset()
+    for step in range(3):
+        _, _, term, trunc, info = envs.step(info["action_mask"].argmax(-1))
+        assert (term.tolist(), trunc.tolist()) == ([step == 2], [False])
+
+
+def test_seeds():
+    """Same seed, same episodes, whatever the number of workers and of environments; without a seed, they go on."""
+    options = {"max_cycles": 3}
+    a, b, c = (play("pz/mpe2/simple_spread_v3", n, 8, num_workers=w, **options) for n, w in [(3, 0), (3, 2), (2, 1)])
+    other = play("pz/mpe2/simple_spread_v3", 3, 8, seed=8, num_workers=0, **options)
+    for x, y in zip(a, b):
+        np.testing.assert_array_equal(x[-1]["state"], y[-1]["state"])
+    np.testing.assert_array_equal(a[0][0][:2], c[0][0])
+    assert not np.array_equal(a[0][0], other[0][0]) and not np.array_equal(a[0][0][0], a[0][0][1])
+    starts = []
+    for num_workers in (0, 2):
+        envs = make("pz/mpe2/simple_spread_v3", 2, num_workers=num_workers)
+        starts.append([envs.reset(seed=1)[0], envs.reset()[0], envs.reset()[0], envs.reset(seed=1)[0]])
+        envs.close()
+    np.testing.assert_array_equal(starts[0], starts[1])
+    one, two, three, again = starts[0]
+    assert not np.array_equal(one, two) and not np.array_equal(two, three) and np.array_equal(one, again)
+
+
+def test_results_stay_as_they_were():
+    """What step returned is not overwritten by the next step."""
+    envs = make("pz/mpe2/simple_spread_v3", 2, num_workers=2)
+    obs, info = envs.reset(seed=1)
+    kept = obs.copy(), info["state"].copy()
+    envs.step(np.ones((2, 3), np.int64))
+    np.testing.assert_array_equal(obs, kept[0])
+    np.testing.assert_array_equal(info["state"], kept[1])
+    envs.close()
+
+
+@LINUX
+def test_close_leaves_nothing():
+    envs = make("pz/mpe2/simple_spread_v3", 3, num_workers=2)
+    envs.reset(seed=1)
+    running = pids(envs)
+    assert len(running) == 2 and "memfd:cleanmarl" in Path("/proc/self/maps").read_text()
+    envs.close()
+    envs.close()
+    gc.collect()
+    assert all(map(gone, running)) and "memfd:cleanmarl" not in Path("/proc/self/maps").read_text()
+    with pytest.raises(EnvError, match="closed"):
+        envs.reset()
+    with pytest.raises(EnvError, match="close"):
+        envs.step(np.zeros((3, 3), np.int64))
+
+    envs = make("pz/mpe2/simple_spread_v3", 2, num_workers=1)
+    running = pids(envs)
+    del envs
+    gc.collect()
+    assert wait_for(lambda: all(map(gone, running)), 3)
+
+
+@LINUX
+def test_killed_worker():
+    """SIGKILL between two steps: an error that names the worker, within seconds, and no process left."""
+    envs = make("pz/mpe2/simple_spread_v3", 4, num_workers=2)
+    envs.reset(seed=1)
+    running = pids(envs)
+    os.kill(running[1], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=rf"worker 1 \(pid {running[1]}, environments 2 to 3\) died \(signal 9"
+    ) as caught:
+        for _ in range(3):
+            envs.step(np.zeros((4, 3), np.int64))
+    assert time.monotonic() - start < 10 and "\n" not in str(caught.value)
+    assert all(map(gone, running)) and envs.closed
+
+
+@LINUX
+def test_worker_that_raises_or_exits(toy):
+    envs = make(toy, 3, num_workers=2, fail_at=2)
+    _, info = envs.reset()
+    running = pids(envs)
+    _, _, _, _, info = envs.step(info["action_mask"].argmax(-1))
+    with pytest.raises(RuntimeError) as caught:
+        envs.step(info["action_mask"].argmax(-1))
+    for text in (f"worker 0 (pid {running[0]}, environments 0 to 0)", "Traceback", "ZeroDivisionError: the toy broke"):
+        assert text in str(caught.value)
+    assert "in environment 0 of pz/toys/toy" in str(caught.value) and all(map(gone, running))
+
+    envs = make(toy, 2, num_workers=2, exit_at=1)
+    _, info = envs.reset()
+    with pytest.raises(RuntimeError, match=r"worker 0 .* died \(exit status 3\)"):
+        envs.step(info["action_mask"].argmax(-1))
+
+
+@LINUX
+def test_workers_end_with_their_parent():
+    """kill -9 of the main process, in the middle of its steps."""
+    script = """
+import numpy as np
+from cleanmarl.envs import make
+envs = make("pz/mpe2/simple_spread_v3", 4, num_workers=2)
+envs.reset(seed=1)
+print(*[w.process.pid for w in envs.workers], flush=True)
+while True:
+    envs.step(np.zeros((4, 3), np.int64))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    running = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(running) == 2 and not any(map(gone, running))
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_for(lambda: all(map(gone, running)), 5)
+
+
+@LINUX
+def test_workers_ignore_ctrl_c_and_need_no_main_guard(tmp_path):
+    """SIGINT leaves the workers alone, they do not run the script again, and the end of the interpreter ends them."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, signal
+import numpy as np
+from cleanmarl.envs import make
+print("running", flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+envs = make("pz/mpe2/simple_spread_v3", 2, num_workers=2)
+envs.reset(seed=1)
+pids = [w.process.pid for w in envs.workers]
+for pid in pids:
+    os.kill(pid, signal.SIGINT)
+envs.step(np.zeros((2, 3), np.int64))
+print(*pids, flush=True)
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "running" and len(lines) == 2 and not done.stderr
+    assert all(gone(int(pid)) for pid in lines[1].split())
+
+
+def test_illegal_actions(toy):
+    envs = make("pz/mpe2/simple_speaker_listener_v4", 2, num_workers=0)
+    with pytest.raises(EnvError, match="reset"):
+        envs.step(np.zeros((2, 2), np.int64))
+    envs.reset(seed=1)
+    before = envs.arrays["obs"].copy()
+    for action, text in [
+        (np.zeros((2, 3), np.int64), r"integers of shape \(2, 2\), not int64 of shape \(2, 3\)"),
+        (np.zeros((2, 2)), "integers of shape"),
+        (np.array([[0, 0], [3, 0]]), r"environment 1, agent speaker_0: action 3 is illegal, legal are \[0, 1, 2\]"),
+        (np.array([[0, -1], [0, 0]]), "environment 0, agent listener_0: action -1 is illegal"),
+        (np.array([[0, 0], [0, 9]]), "environment 1, agent listener_0: action 9 is illegal"),
+    ]:
+        with pytest.raises(EnvError, match=text):
+            envs.step(action)
+    np.testing.assert_array_equal(envs.arrays["obs"], before)
+    assert envs.step(np.zeros((2, 2), np.int64))[1].shape == (2, 2)  # it goes on
+
+    envs = make("pz/mpe2/simple_speaker_listener_v4", 2, num_workers=0, continuous_actions=True)
+    envs.reset(seed=1)
+    assert envs.continuous and envs.single_action_space.high.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    action = np.zeros((2, 2, 5), np.float32)
+    action[0, 0, 4] = np.nan  # an action that the speaker does not have
+    envs.step(action)
+    action[1, 1, 2] = np.nan
+    with pytest.raises(EnvError, match=r"environment 1, agent listener_0: action .*nan.* is not finite"):
+        envs.step(action)
+
+    envs = make(toy, 1, num_workers=0)
+    envs.reset()
+    with pytest.raises(EnvError, match=r"environment 0, agent dict: action 0 is illegal, legal are \[2\]"):
+        envs.step(np.array([[0, 0, 3]]))
+
+
+@pytest.mark.parametrize(
+    "env_id, options, text",
+    [
+        ("pz/mpe2/simple_sprad_v3", {}, "did you mean pz/mpe2/simple_spread_v3"),
+        ("pz/mpe/simple_spread_v3", {}, "did you mean pz/mpe2/simple_spread_v3"),
+        ("pz/sisl/pursuit_v4", {}, "did you mean pz/sisl/pursuit_v5"),
+        ("pz/simple_spread_v3", {}, "did you mean pz/mpe2/simple_spread_v3"),
+        ("pz/no_such_package/game_v0", {}, "unknown environment"),
+        ("pz/os/path", {}, "has no parallel_env"),
+        ("pz/classic/connect_four_v3", {}, "take turns"),
+        ("pz/mpe2/simple_spread_v3", {"landmarks": 2}, "unexpected keyword argument 'landmarks'"),
+        ("pz/mpe2/simple_spread_v3", {"local_ratio": 5}, "cannot be built with {'local_ratio': 5}"),
+        ("pz/mpe2/simple_spread_v3", {"num_workers": -1}, "num_workers must be 0"),
+    ],
+)
+def test_wishes_that_cannot_be_met(env_id, options, text):
+    with pytest.raises(EnvError) as caught:
+        make(env_id, 2, **options)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "package, env_id, text",
+    [
+        ("pymunk", "pz/butterfly/pistonball_v6", "python bootstrap.py multiagent"),
+        ("chess", "pz/classic/chess_v6", 'pip install "pettingzoo[classic]"'),
+    ],
+)
+def test_missing_package(package, env_id, text):
+    """In an interpreter that cannot find the package, installed here or not."""
+    script = f"import sys; sys.modules[{package!r}] = None; from cleanmarl.envs import make; make({env_id!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("cleanmarl.envs.EnvError") and package in last and last.endswith(text)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("magent2") is not None, reason="magent2 is installed")
+def test_missing_package_of_its_own():
+    with pytest.raises(EnvError, match=r"pip install magent2$"):
+        make("pz/magent2/battle_v4")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_render(num_workers):
+    envs = make("pz/mpe2/simple_spread_v3", 2, num_workers=num_workers, render_mode="rgb_array")
+    envs.reset(seed=1)
+    first = envs.render()
+    for _ in range(3):
+        envs.step(np.array([[1, 1, 1], [0, 0, 0]]))
+    assert envs.render_mode == "rgb_array" and first.dtype == np.uint8 and first.ndim == 3 and first.shape[2] == 3
+    assert not np.array_equal(first, envs.render())
+    envs.close()
