@@ -1,8 +1,8 @@
-"""Make .venv hold exactly what poetry.lock pins, with nothing but Python 3.11+ and pip: `python3 bootstrap.py [GROUP ...]`.
+"""Make .venv hold what poetry.lock pins, with nothing but Python 3.11+ and its pip: `python3 bootstrap.py [GROUP ...]`.
 
-Reads poetry.lock, keeps the packages of the wanted groups whose markers fit this machine, installs them with their hashes
-checked and without resolving, then torch, then this project in editable form. A second call with nothing new returns at once.
-TORCH_INDEX names the package index that torch comes from (the README says when you want that).
+Takes the packages of the wanted groups whose markers fit this machine, installs them with their hashes checked and
+without resolving, then torch, then this project in editable form. A second call with nothing new returns at once.
+TORCH_INDEX names the package index that torch comes from (see `make help`).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ if not (3, 11) <= sys.version_info[:2] < (3, 14):
     version = sys.version.split()[0]
     sys.exit(f"bootstrap: this is Python {version}, 3.11 to 3.13 is needed: name one with `make PYTHON=python3.12 ...`")
 
-import tomllib  # from Python 3.11 on  # noqa: E402
+import tomllib  # new in Python 3.11
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -33,7 +33,7 @@ def wanted_state(groups: set[str]) -> dict:
 
 def install(groups: set[str]) -> None:
     """Runs inside .venv: install the pinned packages of `groups`, torch, and the project."""
-    from pip._vendor.packaging.markers import Marker  # pip carries the marker grammar: no package needed to read the lock
+    from pip._vendor.packaging.markers import Marker  # pip carries the grammar of markers
 
     torch_version, pins = "", []
     for package in tomllib.loads((ROOT / "poetry.lock").read_text())["package"]:
@@ -69,8 +69,10 @@ def main() -> None:
 
     if Path(sys.prefix) != VENV:
         if not PYTHON.exists() and subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
-            sys.exit("bootstrap: this Python cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)")
-        print(f"bootstrap: installing {', '.join(sorted(groups))} into .venv (a few minutes the first time)", flush=True)
+            sys.exit(
+                "bootstrap: this Python cannot make virtual environments (Debian, Ubuntu: apt install python3-venv)"
+            )
+        print(f"bootstrap: installing {', '.join(sorted(groups))} into .venv, which takes a few minutes", flush=True)
         sys.exit(subprocess.run([str(PYTHON), __file__, *sorted(groups)]).returncode)
 
     try:

@@ -4,7 +4,7 @@ PPO collects a rollout of T steps from N environments with the current policy, e
 several epochs of minibatch steps on a surrogate objective whose probability ratio is clipped, so that the policy stays
 near the one that collected the data. Policy and value function are separate networks with one optimiser.
 
-Papers: Schulman et al. 2017 (arXiv:1707.06347), Huang et al. 2022, "The 37 implementation details of PPO".
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
@@ -138,7 +138,8 @@ def make_policy(agent: Agent, greedy: bool = True):
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
         logits = agent.actor(torch.as_tensor(obs, dtype=torch.float32, device=device))
-        return (logits.argmax(-1) if greedy else torch.distributions.Categorical(logits=logits).sample()).cpu().numpy()
+        action = logits.argmax(-1) if greedy else torch.distributions.Categorical(logits=logits).sample()
+        return action.cpu().numpy()
 
     return policy
 
@@ -158,7 +159,7 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
     reward, value, done: (T, ...); next_value: (...), of the observation after the last step. Returns (T, ...).
     """
     # detail core-5: generalized advantage estimation
-    nonterminal = 1.0 - done
+    nonterminal = 1 - done.astype(value.dtype)
     following = np.concatenate([value[1:], next_value[None]])
     advantage = reward + gamma * nonterminal * following - value  # the TD errors
     decay = gamma * gae_lambda * nonterminal
@@ -168,9 +169,7 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
 
 
 @torch.no_grad()
-def collect(
-    agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: Rollout, args: Args, run: Run
-) -> np.ndarray:
+def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: Rollout, args: Args, run: Run):
     """Step the environments for one rollout, starting from `obs`; returns the observation that follows it.
 
     Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
@@ -194,16 +193,42 @@ def collect(
     return obs
 
 
-def ppo_loss(agent: Agent, obs, action, log_prob, advantage, return_, value, clip_coef: float, args: Args):
-    """The loss of one minibatch and its diagnostics (policy_loss, value_loss, entropy, approx_kl, clipfrac).
+class Batch(NamedTuple):
+    """A rollout as the networks learn from it, tensors (B, ...); B = T * N, or a minibatch of it."""
 
-    obs (B, D); action, log_prob, advantage, return_, value (B,): what the rollout's policy and value function said.
-    """
-    log_probs = agent.actor(obs).log_softmax(-1)  # (B, K)
-    log_ratio = log_probs.gather(-1, action[:, None]).squeeze(-1) - log_prob
+    obs: torch.Tensor  # (B, D)
+    action: torch.Tensor  # (B,)
+    log_prob: torch.Tensor  # (B,) of the policy that acted
+    advantage: torch.Tensor  # (B,)
+    return_: torch.Tensor  # (B,) targets of the value function
+    value: torch.Tensor  # (B,) what it said before the update
+
+
+@torch.no_grad()
+def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
+    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, D) is the observation after it."""
+    device = next(agent.parameters()).device
+    obs = torch.from_numpy(rollout.obs).to(device)
+    action = torch.from_numpy(rollout.action).to(device)
+    log_prob = agent.actor(obs).log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
+    value = agent.critic(obs).squeeze(-1)
+    next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1)
+    advantage = gae(
+        rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
+    )
+    advantage = torch.from_numpy(advantage).to(device)
+    return_ = advantage + value
+    return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
+
+
+def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of one minibatch, and its diagnostics: policy_loss, value_loss, entropy, approx_kl, clipfrac."""
+    log_probs = agent.actor(batch.obs).log_softmax(-1)  # (B, K)
+    log_ratio = log_probs.gather(-1, batch.action[:, None]).squeeze(-1) - batch.log_prob
     ratio = log_ratio.exp()
 
     # detail core-7: advantages are normalised per minibatch, not per rollout
+    advantage = batch.advantage
     if args.norm_adv:
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
@@ -212,11 +237,11 @@ def ppo_loss(agent: Agent, obs, action, log_prob, advantage, return_, value, cli
     policy_loss = -torch.min(advantage * ratio, advantage * clipped_ratio).mean()
 
     # detail core-9: the change of the value is clipped likewise
-    new_value = agent.critic(obs).squeeze(-1)
-    value_error = (new_value - return_).square()
+    new_value = agent.critic(batch.obs).squeeze(-1)
+    value_error = (new_value - batch.return_).square()
     if args.clip_vloss:
-        clipped_value = value + (new_value - value).clamp(-clip_coef, clip_coef)
-        value_error = torch.max(value_error, (clipped_value - return_).square())
+        clipped_value = batch.value + (new_value - batch.value).clamp(-clip_coef, clip_coef)
+        value_error = torch.max(value_error, (clipped_value - batch.return_).square())
     value_loss = 0.5 * value_error.mean()
 
     # detail core-10: one loss for policy, value and entropy bonus
@@ -231,21 +256,16 @@ def ppo_loss(agent: Agent, obs, action, log_prob, advantage, return_, value, cli
     return loss, stats
 
 
-def update(
-    agent: Agent, optimizer: torch.optim.Optimizer, batch: list[torch.Tensor], clip_coef: float, args: Args
-) -> dict:
-    """Several epochs of minibatch steps on one rollout; returns the mean diagnostics.
-
-    batch: obs, action, log_prob, advantage, return_, value, each (T * N, ...).
-    """
-    batch_size = len(batch[0])
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_coef: float, args: Args) -> dict:
+    """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
+    batch_size = len(batch.obs)
     all_stats = []
     for _ in range(args.update_epochs):
         # detail core-6: every sample is used once per epoch, in random minibatches
-        order = torch.randperm(batch_size, device=batch[0].device)
+        order = torch.randperm(batch_size, device=batch.obs.device)
         shuffled = [x[order].split(batch_size // args.num_minibatches) for x in batch]
         for minibatch in zip(*shuffled):
-            loss, stats = ppo_loss(agent, *minibatch, clip_coef, args)
+            loss, stats = ppo_loss(agent, Batch(*minibatch), clip_coef, args)
             optimizer.zero_grad()
             loss.backward()
             # detail core-11: one norm over the gradients of both networks
@@ -261,7 +281,6 @@ def update(
 
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    # ---------------------------------------------------------------------------------------------------------- set up
     check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
     check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
     batch_size = args.num_envs * args.num_steps
@@ -286,38 +305,22 @@ def main(args: Args) -> Path:
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        obs, _ = envs.reset(seed=args.seed + run.step)
+        obs, _ = envs.reset(seed=args.seed + run.step)  # a resumed run begins new episodes
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
             clip_coef = args.clip_coef * (remaining if args.anneal_clip_coef else 1)
 
-            # ------------------------------------------------------------------------------------------------- collect
             obs = collect(agent, envs, obs, rollout, args, run)
             run.step += batch_size
+            batch = estimate(agent, rollout, obs, args)
+            metrics = update(agent, optimizer, batch, clip_coef, args)
 
-            # ------------------------------------------------------------------------------------------------ estimate
-            with torch.no_grad():
-                b_obs = torch.from_numpy(rollout.obs).to(device).reshape(batch_size, D)
-                b_action = torch.from_numpy(rollout.action).to(device).reshape(batch_size)
-                b_log_prob = agent.actor(b_obs).log_softmax(-1).gather(-1, b_action[:, None]).squeeze(-1)
-                b_value = agent.critic(b_obs).squeeze(-1)
-                next_value = agent.critic(torch.as_tensor(obs, dtype=torch.float32, device=device)).squeeze(-1)
-            value = b_value.cpu().numpy().reshape(T, N)
-            advantage = gae(rollout.reward, value, next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda)
-            b_advantage = torch.from_numpy(advantage).to(device).reshape(batch_size).float()
-            b_return = b_advantage + b_value
-
-            # --------------------------------------------------------------------------------------------------- learn
-            metrics = update(
-                agent, optimizer, [b_obs, b_action, b_log_prob, b_advantage, b_return, b_value], clip_coef, args
-            )
-            metrics["train/explained_variance"] = 1 - b_advantage.var() / b_return.var()
+            metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(metrics)
 
-        # ---------------------------------------------------------------------------------------------------- evaluate
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()
     return run.folder

@@ -39,6 +39,7 @@ from tqdm import tqdm
 from cleanmarl.envs import EnvError
 
 CURVE_POINTS = 2000  # a run writes about this many points per metric, however short its updates are
+EVAL_SEED = 1_000_000  # added to the seed, so that evaluation meets other episodes than training
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
 # What may differ from the arguments of the run that --resume continues: nothing that changes the learning.
 RESUME_MAY_CHANGE = {"total_timesteps", "checkpoint_interval", "device", "torch_threads", "resume", "runs_dir"}
@@ -326,7 +327,7 @@ class Run:
         args = self.args
         if args.eval_episodes > 0:
             envs = make_envs(args, num_envs)
-            metrics = evaluate(envs, policy, args.eval_episodes, seed=args.seed)
+            metrics = evaluate(envs, policy, args.eval_episodes, seed=args.seed + EVAL_SEED)
             envs.close()
             self.write(metrics)
             mean, std = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"]
@@ -334,7 +335,7 @@ class Run:
             self._print(f"evaluation: return {mean:.2f} ± {std:.2f}, {length}, {args.eval_episodes} episodes")
         if args.capture_video:
             envs, frames = make_envs(args, 1, render_mode="rgb_array"), []
-            evaluate(envs, policy, 1, seed=args.seed, frames=frames)
+            evaluate(envs, policy, 1, seed=args.seed + EVAL_SEED, frames=frames)
             envs.close()
             save_video(frames, self.folder / "videos" / f"step-{self.step}.mp4")
 

@@ -26,9 +26,13 @@ def random_actions(envs, rng, favourite=None):
 
 
 class Mpe2:
-    """N separate copies of mpe2's parallel environment, padded and stacked like ours; `reset` and `step` as there."""
+    """N separate copies of mpe2's parallel environment, padded and stacked like ours; `reset` and `step` as there.
 
-    def __init__(self, name, num_envs, **options):
+    Without `wrapped` the same environments are stepped inside their wrappers, which observe everything twice.
+    """
+
+    def __init__(self, name, num_envs, wrapped=True, **options):
+        self.wrapped = wrapped
         package = importlib.import_module(f"mpe2.{name}")
         self.copies = [package.parallel_env(**options) for _ in range(num_envs)]
         self.agents = self.copies[0].possible_agents
@@ -50,7 +54,14 @@ class Mpe2:
         results = []
         for env, row in zip(self.copies, action, strict=True):
             acts = [a[: s.shape[0]] if s.shape else int(a) for a, s in zip(row, self.spaces, strict=True)]
-            results.append(env.step(dict(zip(self.agents, acts, strict=True))))
+            if self.wrapped:
+                results.append(env.step(dict(zip(self.agents, acts, strict=True))))
+                continue
+            raw = env.unwrapped
+            for act in acts:
+                raw.step(act)
+            observation = {agent: raw.observe(agent) for agent in self.agents}
+            results.append((observation, raw.rewards, raw.terminations, raw.truncations))
         rewards, terminations, truncations = (
             np.array([[result[k][agent] for agent in self.agents] for result in results]) for k in (1, 2, 3)
         )
@@ -65,9 +76,9 @@ def equal(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def compare(name, num_envs, steps, seed=5, **options):
-    """Step ours and mpe2's side by side through several episodes; yields after each step."""
-    envs, mpe2 = make(f"mpe/{name}", num_envs, **options), Mpe2(name, num_envs, **options)
+def compare(name, num_envs, steps, seed=5, wrapped=True, **options):
+    """Step ours and mpe2's side by side through several episodes; yields mpe2, action and reward."""
+    envs, mpe2 = make(f"mpe/{name}", num_envs, **options), Mpe2(name, num_envs, wrapped, **options)
     assert list(envs.agents) == mpe2.agents and envs.obs_sizes.tolist() == mpe2.widths
     assert envs.action_sizes.tolist() == [s.shape[0] if s.shape else s.n for s in mpe2.spaces]
     rng = np.random.default_rng(seed)
@@ -81,7 +92,7 @@ def compare(name, num_envs, steps, seed=5, **options):
         their_obs, their_reward, their_termination, their_truncation = mpe2.step(action)
         equal(reward, their_reward)
         assert (termination[:, None] == their_termination).all() and (truncation[:, None] == their_truncation).all()
-        yield envs, mpe2, action
+        yield mpe2, action, their_reward
         if truncation.any():
             ends += 1
             assert truncation.all()
@@ -101,11 +112,10 @@ def test_spread_equals_mpe2(num_agents):
     ratios = {r: make("mpe/simple_spread_v3", num_envs, N=num_agents, local_ratio=r) for r in (0, 1)}
     for envs in ratios.values():
         envs.reset(seed=5)
-    for _, mpe2, action in compare("simple_spread_v3", num_envs, 250, N=num_agents, local_ratio=0.5):
+    for mpe2, action, mixed in compare("simple_spread_v3", num_envs, 250, wrapped=False, N=num_agents):
         raws = [env.unwrapped for env in mpe2.copies]
         shared = np.array([[raw.scenario.global_reward(raw.world)] * num_agents for raw in raws])
-        mixed = np.array([list(raw.rewards.values()) for raw in raws])  # half shared, half local
-        local = 2 * mixed - shared
+        local = 2 * mixed - shared  # mixed half and half
         equal(ratios[0].step(action)[1], shared)
         equal(ratios[1].step(action)[1], local)
         bumps -= local.sum()

@@ -403,7 +403,7 @@ print(*pids, flush=True)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()
     assert lines[0] == "running" and len(lines) == 2 and not done.stderr
-    assert all(gone(int(pid)) for pid in lines[1].split())
+    assert wait_for(lambda: all(gone(int(pid)) for pid in lines[1].split()), 5)
 
 
 def test_illegal_actions(toy):

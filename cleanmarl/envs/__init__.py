@@ -139,7 +139,9 @@ def make_gymnasium(env_id: str, num_envs: int = 1, wrappers=(), **options) -> gy
         try:
             gym.register_envs(importlib.import_module("ale_py"))
         except ImportError as error:
-            raise EnvError(f"{env_id} needs the package ale-py: python bootstrap.py atari, or pip install ale-py") from error
+            raise EnvError(
+                f"{env_id} needs the package ale-py: python bootstrap.py atari, or pip install ale-py"
+            ) from error
     if options.get("render_mode") == "rgb_array":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
     try:

@@ -30,7 +30,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-import weakref
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -318,13 +317,12 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
     """N copies of a PettingZoo environment; see the module's docstring.
 
     A worker that raises or dies ends all workers and raises RuntimeError, with its traceback or a line that names it.
-    `close()` may be called twice, and happens by itself at exit.
+    `close()` may be called twice; garbage collection calls it, and workers end with this process, however it ends.
     """
 
     def __init__(self, name: str, env, layout: Layout, num_envs: int, num_workers: int, options: dict):
         self.env_id, self.render_mode = f"pz/{name}", options.get("render_mode")
         self.block, self.statistics, self.workers = None, None, []
-        self._stop = weakref.finalize(self, stop, self.workers)
         agents = tuple(map(str, layout.agents))
         self._set_spaces(num_envs, agents, layout.obs_sizes, layout.action_sizes, layout.state_size, layout.bounds)
         if num_workers == 0:
@@ -380,7 +378,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         return self._call("render", only=1)
 
     def close_extras(self, **kwargs) -> None:
-        self._stop()
+        stop(self.workers)
         if self.block is not None:
             self.block.close()
         self.arrays = self.block = self.statistics = None  # the shared memory goes with the last view of it
