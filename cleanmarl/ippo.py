@@ -79,7 +79,7 @@ class Args:
     """epsilon of the clipped objective, per agent"""
     value_clip_coef: tuple[float, ...] = (0.0,)
     """largest change of the value that its loss rewards, per agent; 0 for no clipping"""
-    ent_coef: tuple[float, ...] = (0.01,)
+    ent_coef: tuple[float, ...] = (0.001,)
     """weight of the entropy bonus, per agent"""
     vf_coef: tuple[float, ...] = (1.0,)
     """weight of the value loss, per agent"""
