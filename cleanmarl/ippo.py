@@ -294,6 +294,35 @@ class Batch(NamedTuple):
     value: torch.Tensor  # (M, B) likewise
 
 
+@torch.no_grad()
+def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
+    """Log-probabilities, values, advantages, returns of a rollout; next_obs (N, A, D) is the observation after it."""
+    device = next(agent.parameters()).device
+
+    def by_network(x: np.ndarray) -> torch.Tensor:  # (T, N, A, ...) -> (M, B, ...)
+        return agent.by_network(torch.from_numpy(x).to(device).flatten(0, 1))
+
+    def by_agent(x: torch.Tensor) -> np.ndarray:  # (M, B) -> (T, N, A) or (N, A)
+        return agent.by_agent(x).reshape(-1, *next_obs.shape[:2]).cpu().numpy()
+
+    features = agent.normalize(agent.features(torch.from_numpy(rollout.obs).to(device).flatten(0, 1)))
+    next_features = agent.normalize(agent.features(torch.from_numpy(next_obs).to(device)))
+    action_mask, action = by_network(rollout.action_mask), by_network(rollout.action)
+    alive = by_network(rollout.agent_mask).float()
+    log_prob = agent.log_probs(features, action_mask).gather(-1, action[..., None]).squeeze(-1)
+    value = agent.value(features)
+    next_value = by_agent(agent.value(next_features))[0]
+    gamma, gae_lambda = np.array(args.gamma), np.array(args.gae_lambda)
+    advantage = gae(rollout.reward, by_agent(value), next_value, rollout.done, gamma, gae_lambda)
+    advantage = by_network(advantage.astype(np.float32))
+    return_ = advantage + value
+    if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
+        agent.value_stats.update(return_[..., None], alive[..., None])
+        return_ = agent.value_stats.normalize(return_[..., None]).squeeze(-1)
+        value = agent.value_stats.normalize(value[..., None]).squeeze(-1)
+    return Batch(features, action_mask, alive, action, log_prob, advantage, return_, value)
+
+
 class Settings(NamedTuple):
     """Settings of the losses, one per network: (M, 1)."""
 
@@ -383,7 +412,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
         if not active.any():
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    return {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean((0, 2)).tolist())}
+    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean((0, 2)).tolist())}
+    residual = batch.return_ - batch.value
+    metrics["train/explained_variance"] = 1 - residual.var() / batch.return_.var()
+    return metrics
 
 
 def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, args: Args) -> None:
@@ -418,31 +450,23 @@ def check_per_agent(args: Args, num_agents: int) -> None:
 
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    # ---------------------------------------------------------------------------------------------------------- set up
     check_args(args)
     device = find_device(args.device)
     seed_everything(args.seed, args.torch_threads)
     envs = make_envs(args, args.num_envs)
-    T, N, A, D, K = (
-        args.num_steps,
-        args.num_envs,
-        envs.num_agents,
-        int(envs.obs_sizes.max()),
-        int(envs.action_sizes.max()),
-    )
+    T, N = args.num_steps, args.num_envs
+    (A, D), K = envs.single_observation_space.shape, envs.real_actions.shape[1]
     check_per_agent(args, A)
     steps_per_update = T * N
     samples = steps_per_update * (A if args.share_parameters else 1)
     message = f"{samples} samples of a rollout are not divisible by --num-minibatches {args.num_minibatches}"
     check(samples % args.num_minibatches == 0, message)
-    message = (
-        f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {steps_per_update}"
-    )
+    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps_per_update} steps"
     check(args.total_timesteps >= steps_per_update, message)
 
     agent = Agent(envs, args).to(device)
     rows = stack_parameters(agent)
-    learning_rate = np.broadcast_to(args.learning_rate, len(rows))
+    learning_rate = np.broadcast_to(args.learning_rate, len(rows)).tolist()
     groups = [{"params": [row], "lr": lr} for row, lr in zip(rows, learning_rate)]
     optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
     rollout = Rollout(
@@ -454,9 +478,6 @@ def main(args: Args) -> Path:
         done=np.zeros((T, N, A), bool),
     )
 
-    def tensor(x: np.ndarray) -> torch.Tensor:  # (T, N, A, ...) -> (T * N, A, ...) on the device
-        return torch.from_numpy(x).to(device).flatten(0, 1)
-
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
         now = envs.reset(seed=args.seed + run.step)
@@ -465,48 +486,18 @@ def main(args: Args) -> Path:
                 if schedule == "linear":
                     group["lr"] = lr * (1 - iteration / num_updates)
 
-            # ------------------------------------------------------------------------------------------------- collect
             now = collect(agent, envs, now, rollout, args, run)
             run.step += steps_per_update
-
-            # ------------------------------------------------------------------------------------------------ estimate
-            with torch.no_grad():
-                raw_features = agent.features(tensor(rollout.obs))
-                features = agent.normalize(raw_features)
-                action_mask = agent.by_network(tensor(rollout.action_mask))
-                alive = agent.by_network(tensor(rollout.agent_mask)).float()
-                action = agent.by_network(tensor(rollout.action))
-                log_prob = agent.log_probs(features, action_mask).gather(-1, action[..., None]).squeeze(-1)
-                value = agent.value(features)
-                next_value = agent.value(agent.normalize(agent.features(torch.from_numpy(now[0]).to(device))))
-                advantage = gae(
-                    rollout.reward,
-                    agent.by_agent(value).reshape(T, N, A).cpu().numpy(),
-                    agent.by_agent(next_value).cpu().numpy(),
-                    rollout.done,
-                    np.array(args.gamma),
-                    np.array(args.gae_lambda),
-                )
-                advantage = agent.by_network(tensor(advantage.astype(np.float32)))
-                return_ = advantage + value
-                explained_variance = 1 - advantage.var() / return_.var()
-                if agent.value_stats is not None:
-                    agent.value_stats.update(return_[..., None], alive[..., None])
-                    return_ = agent.value_stats.normalize(return_[..., None]).squeeze(-1)
-                    value = agent.value_stats.normalize(value[..., None]).squeeze(-1)
-
-            # --------------------------------------------------------------------------------------------------- learn
+            batch = estimate(agent, rollout, now[0], args)
             metrics = {}
             if run.step > max(args.random_timesteps, args.learning_starts):
-                batch = Batch(features, action_mask, alive, action, log_prob, advantage, return_, value)
                 metrics = update(agent, optimizer, batch, args)
-                metrics["train/explained_variance"] = explained_variance
                 metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
-            if agent.obs_stats is not None:  # after the update, which needs the statistics that the rollout acted with
-                agent.obs_stats.update(raw_features, alive[..., None])
+            if agent.obs_stats is not None:  # only now: the update needs the statistics that the rollout acted with
+                features = agent.features(torch.from_numpy(rollout.obs).to(device).flatten(0, 1))
+                agent.obs_stats.update(features, batch.alive[..., None])
             run.log(metrics)
 
-        # ---------------------------------------------------------------------------------------------------- evaluate
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()
     return run.folder

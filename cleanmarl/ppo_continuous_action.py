@@ -1,8 +1,9 @@
-"""Proximal policy optimisation (PPO) with the 13 core details of its official implementation, for discrete actions.
+"""PPO as in ppo.py, but for continuous actions, with the 9 details that its official implementation adds for them.
 
 PPO collects a rollout of T steps from N environments with the current policy, estimates advantages with GAE, and takes
 several epochs of minibatch steps on a surrogate objective whose probability ratio is clipped, so that the policy stays
-near the one that collected the data. Policy and value function are separate networks with one optimiser.
+near the one that collected the data. The policy is a normal distribution; observations and rewards are normalised
+with running statistics, which belong to the agent: they are saved with it and stay as they are in an evaluation.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
@@ -46,16 +47,16 @@ class Args:
     wandb_entity: str | None = None
     """Weights & Biases team"""
 
-    env_id: str = "CartPole-v1"
-    """any Gymnasium id with Box or Discrete observations and Discrete actions"""
-    total_timesteps: int = 500_000
+    env_id: str = "HalfCheetah-v5"
+    """any Gymnasium id with Box or Discrete observations and Box actions"""
+    total_timesteps: int = 1_000_000
     """environment steps of the whole run, all environments together"""
 
-    learning_rate: float = 2.5e-4
+    learning_rate: float = 3e-4
     """learning rate of Adam"""
-    num_envs: int = 4
+    num_envs: int = 1
     """N, environments stepped side by side"""
-    num_steps: int = 128
+    num_steps: int = 2048
     """T, steps of each environment in one rollout"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
@@ -63,9 +64,9 @@ class Args:
     """discount factor, in [0, 1]"""
     gae_lambda: float = 0.95
     """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 4
+    num_minibatches: int = 32
     """minibatches of one epoch; must divide num_envs * num_steps"""
-    update_epochs: int = 4
+    update_epochs: int = 10
     """passes over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
@@ -75,7 +76,7 @@ class Args:
     """let clip_coef fall linearly to 0 over the run"""
     clip_vloss: bool = True
     """clip the change of the value by clip_coef too"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.0
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -92,12 +93,14 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 
     def flatten(env: gym.Env) -> gym.Env:
         obs_space, action_space = env.observation_space, env.action_space
-        message = f"ppo.py needs Discrete actions and {args.env_id} has {action_space}; try ppo_continuous_action.py"
-        check(isinstance(action_space, gym.spaces.Discrete), message)
-        message = f"ppo.py needs Box or Discrete observations and {args.env_id} has {obs_space}"
+        message = f"ppo_continuous_action.py needs Box actions and {args.env_id} has {action_space}; try ppo.py"
+        check(isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1, message)
+        message = f"ppo_continuous_action.py needs Box or Discrete observations and {args.env_id} has {obs_space}"
         check(isinstance(obs_space, gym.spaces.Box | gym.spaces.Discrete), message)
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
-        return env if is_vector else gym.wrappers.FlattenObservation(env)
+        env = env if is_vector else gym.wrappers.FlattenObservation(env)
+        # detail continuous-5: the environment clips the action to its range, the rollout keeps the original
+        return gym.wrappers.ClipAction(env)
 
     return make_gymnasium(args.env_id, num_envs, wrappers=[flatten], **options)
 
@@ -109,19 +112,41 @@ def layer_init(layer: nn.Linear, std: float = np.sqrt(2)) -> nn.Linear:
     return layer
 
 
+class RunningMeanStd(nn.Module):
+    """Mean and variance (K,) of everything seen so far, in float64 NumPy; a checkpoint of the agent holds them too."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.mean, self.var, self.count = np.zeros(size), np.ones(size), 1e-4
+
+    def update(self, x: np.ndarray) -> None:
+        """Merge in a batch (N, K), one row from each environment (Chan et al. 1979)."""
+        count = self.count + len(x)
+        delta = x.mean(0) - self.mean
+        self.var = (self.count * self.var + len(x) * (x.var(0) + delta**2 * self.count / count)) / count
+        self.mean = self.mean + delta * len(x) / count
+        self.count = count
+
+    def get_extra_state(self) -> dict:
+        return {"mean": torch.tensor(self.mean), "var": torch.tensor(self.var), "count": self.count}
+
+    def set_extra_state(self, state: dict) -> None:
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), state["count"]
+
+
 class Agent(nn.Module):
-    """Policy logits `actor(obs)` (B, K) and state value `critic(obs)` (B, 1), for observations (B, D)."""
+    """Policy mean `actor(obs)` (B, K), `log_std` (K,), state value `critic(obs)` (B, 1), for observations (B, D)."""
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
-        obs_size, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.n
-        # detail core-13: separate networks, two layers of 64 with tanh
+        obs_size, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+        # detail core-13, detail continuous-4: separate networks, two layers of 64 with tanh
         self.actor = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, num_actions), std=0.01),  # small: every action is about as likely at first
+            layer_init(nn.Linear(64, num_actions), std=0.01),  # small: the mean is about 0 at first
         )
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
@@ -130,15 +155,32 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 1), std=1.0),
         )
+        # detail continuous-2: the log standard deviation is a parameter, the same in every state, 0 at first
+        self.log_std = nn.Parameter(torch.zeros(num_actions))
+        self.obs_stats = RunningMeanStd(obs_size)
+        self.return_stats = RunningMeanStd(1)
+        self.running_return = np.zeros((envs.num_envs, 1))  # discounted, of the episodes under way
+
+    def normalize_obs(self, obs: np.ndarray) -> np.ndarray:
+        # detail continuous-6: normalization of observation
+        obs = (obs - self.obs_stats.mean) / np.sqrt(self.obs_stats.var + 1e-8)
+        # detail continuous-7: observation clipping
+        return obs.clip(-10, 10).astype(np.float32)
+
+    def normalize_reward(self, reward: np.ndarray) -> np.ndarray:
+        # detail continuous-8: reward scaling by the standard deviation of the discounted return; no mean is taken off
+        reward = reward / np.sqrt(self.return_stats.var + 1e-8)
+        # detail continuous-9: reward clipping
+        return reward.clip(-10, 10)
 
 
 def make_policy(agent: Agent, greedy: bool = True):
-    """The agent as a function of (obs, info, done) for `evaluate`: the most probable action, or a sample."""
+    """The agent as a function of (obs, info, done) for `evaluate`: the mean action, or a sample."""
     device = next(agent.parameters()).device
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
-        logits = agent.actor(torch.as_tensor(obs, dtype=torch.float32, device=device))
-        action = logits.argmax(-1) if greedy else torch.distributions.Categorical(logits=logits).sample()
+        mean = agent.actor(torch.from_numpy(agent.normalize_obs(obs)).to(device))
+        action = mean if greedy else torch.normal(mean, agent.log_std.exp())
         return action.cpu().numpy()
 
     return policy
@@ -147,9 +189,9 @@ def make_policy(agent: Agent, greedy: bool = True):
 class Rollout(NamedTuple):
     """What one rollout leaves behind: T steps of N environments, NumPy arrays filled in place."""
 
-    obs: np.ndarray  # (T, N, D) float32
-    action: np.ndarray  # (T, N) int64
-    reward: np.ndarray  # (T, N) float32
+    obs: np.ndarray  # (T, N, D) float32, normalised
+    action: np.ndarray  # (T, N, K) float32, as sampled
+    reward: np.ndarray  # (T, N) float32, scaled
     done: np.ndarray  # (T, N) bool, the episode ended with this step
 
 
@@ -168,27 +210,39 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
     return advantage
 
 
+def gaussian_log_prob(action: torch.Tensor, mean: torch.Tensor, log_std: torch.Tensor) -> torch.Tensor:
+    """Log density (...) of actions (..., K) under normal distributions."""
+    # detail continuous-1: continuous actions have a normal distribution
+    log_prob = -0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * np.log(2 * np.pi)
+    # detail continuous-3: the components are independent, so the log-probability of an action is the sum of theirs
+    return log_prob.sum(-1)
+
+
 @torch.no_grad()
 def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: Rollout, args: Args, run: Run):
-    """Step the environments for one rollout, starting from `obs`; returns the observation that follows it.
+    """Step the environments for one rollout, starting from normalised `obs`; returns the one that follows it.
 
     Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
     """
     device = next(agent.parameters()).device
-    num_actions = envs.single_action_space.n
-    # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    gumbel = -torch.empty(*rollout.action.shape, num_actions, device=device).exponential_().log()
+    noise = agent.log_std.exp() * torch.randn(rollout.action.shape, device=device)
     for t in range(args.num_steps):
         rollout.obs[t] = obs
-        logits = agent.actor(torch.from_numpy(rollout.obs[t]).to(device))
-        rollout.action[t] = (logits + gumbel[t]).argmax(-1).cpu().numpy()
-        obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
+        mean = agent.actor(torch.from_numpy(rollout.obs[t]).to(device))
+        rollout.action[t] = (mean + noise[t]).cpu().numpy()
+        obs, reward, termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
+        agent.running_return = agent.running_return * args.gamma + reward[:, None]
+        agent.return_stats.update(agent.running_return)
+        agent.running_return[rollout.done[t]] = 0
+        rollout.reward[t] = agent.normalize_reward(reward)
+        agent.obs_stats.update(obs)
+        obs = agent.normalize_obs(obs)
         if "_episode" in info:
             run.log_episodes(info)
             if args.time_limit_bootstrap:
                 for n in np.flatnonzero(truncation & ~termination):
-                    final_obs = torch.as_tensor(info["final_obs"][n], dtype=torch.float32, device=device)
+                    final_obs = torch.from_numpy(agent.normalize_obs(info["final_obs"][n])).to(device)
                     rollout.reward[t, n] += args.gamma * agent.critic(final_obs).item()
     return obs
 
@@ -197,7 +251,7 @@ class Batch(NamedTuple):
     """A rollout as the networks learn from it, tensors (B, ...); B = T * N, or a minibatch of it."""
 
     obs: torch.Tensor  # (B, D)
-    action: torch.Tensor  # (B,)
+    action: torch.Tensor  # (B, K)
     log_prob: torch.Tensor  # (B,) of the policy that acted
     advantage: torch.Tensor  # (B,)
     return_: torch.Tensor  # (B,) targets of the value function
@@ -210,7 +264,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     device = next(agent.parameters()).device
     obs = torch.from_numpy(rollout.obs).to(device)
     action = torch.from_numpy(rollout.action).to(device)
-    log_prob = agent.actor(obs).log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
+    log_prob = gaussian_log_prob(action, agent.actor(obs), agent.log_std)
     value = agent.critic(obs).squeeze(-1)
     next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1)
     advantage = gae(
@@ -223,8 +277,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
 
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of one minibatch, and its diagnostics: policy_loss, value_loss, entropy, approx_kl, clipfrac."""
-    log_probs = agent.actor(batch.obs).log_softmax(-1)  # (B, K)
-    log_ratio = log_probs.gather(-1, batch.action[:, None]).squeeze(-1) - batch.log_prob
+    log_ratio = gaussian_log_prob(batch.action, agent.actor(batch.obs), agent.log_std) - batch.log_prob
     ratio = log_ratio.exp()
 
     # detail core-7: advantages are normalised per minibatch, not per rollout
@@ -245,7 +298,7 @@ def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[
     value_loss = 0.5 * value_error.mean()
 
     # detail core-10: one loss for policy, value and entropy bonus
-    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    entropy = (agent.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
 
     # detail core-12: debug variables; the KL estimator k3 of joschu.net/blog/kl-approx.html
@@ -296,9 +349,10 @@ def main(args: Args) -> Path:
     # detail core-3: Adam's epsilon is 1e-5, not the library's 1e-8
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     T, N, D = args.num_steps, args.num_envs, envs.single_observation_space.shape[0]
+    K = envs.single_action_space.shape[0]
     rollout = Rollout(
         obs=np.zeros((T, N, D), np.float32),
-        action=np.zeros((T, N), np.int64),
+        action=np.zeros((T, N, K), np.float32),
         reward=np.zeros((T, N), np.float32),
         done=np.zeros((T, N), bool),
     )
@@ -306,6 +360,8 @@ def main(args: Args) -> Path:
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
         obs, _ = envs.reset(seed=args.seed + run.step)  # a resumed run begins new episodes
+        agent.obs_stats.update(obs)
+        obs = agent.normalize_obs(obs)
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates

@@ -92,9 +92,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 
     def flatten(env: gym.Env) -> gym.Env:
         obs_space, action_space = env.observation_space, env.action_space
-        message = f"ppo_shared.py needs Discrete actions and {args.env_id} has {action_space}; try ppo_continuous_action.py"
+        message = f"ppo_shared needs Discrete actions, {args.env_id} has {action_space}; try ppo_continuous_action.py"
         check(isinstance(action_space, gym.spaces.Discrete), message)
-        message = f"ppo_shared.py needs Box or Discrete observations and {args.env_id} has {obs_space}"
+        message = f"ppo_shared needs Box or Discrete observations and {args.env_id} has {obs_space}"
         check(isinstance(obs_space, gym.spaces.Box | gym.spaces.Discrete), message)
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
         return env if is_vector else gym.wrappers.FlattenObservation(env)

@@ -169,6 +169,17 @@ def test_continuous_actions_are_clipped_as_mpe2_does():
         equal(envs.step(action)[0], mpe2.step(action)[0])
 
 
+def test_who_says_nothing_in_crypto_makes_no_error():
+    envs = make("mpe/simple_crypto_v3", 3, continuous_actions=True)
+    mpe2 = Mpe2("simple_crypto_v3", 3, continuous_actions=True)
+    envs.reset(seed=0), mpe2.reset(env_seeds(0, 3))
+    action = np.random.default_rng(0).uniform(0, 1, (3, 3, 4)).astype(np.float32)
+    action[0, 0], action[1, 1], action[2, :2] = 0, 0, 0  # Eve, Bob, both
+    reward = envs.step(action)[1]
+    equal(reward, mpe2.step(action)[1])
+    assert reward[0, 0] == 0 and not reward[2].any()
+
+
 def test_seeds_and_streams():
     few, many = make("mpe/simple_adversary_v3", 2), make("mpe/simple_adversary_v3", 5)
     rng = np.random.default_rng(0)
@@ -244,7 +255,7 @@ def test_one_environment_ends_alone():
 
 def test_episode_statistics_are_the_sums_of_the_rewards():
     envs, rng = make("mpe/simple_tag_v3", 4, max_cycles=9), np.random.default_rng(0)
-    started = time.perf_counter()
+    started, seconds = time.perf_counter(), 0
     envs.reset(seed=0)
     total = np.zeros((4, envs.num_agents))
     for step in range(1, 28):
@@ -254,8 +265,8 @@ def test_episode_statistics_are_the_sums_of_the_rewards():
         if truncation.all():
             np.testing.assert_array_equal(info["episode"]["r"], total)
             assert (info["episode"]["l"] == 9).all()
-            assert (info["episode"]["t"] > 0).all() and (info["episode"]["t"] <= time.perf_counter() - started).all()
-            total[:], started = 0, time.perf_counter() - 1e-3
+            total[:], seconds = 0, seconds + info["episode"]["t"]
+            assert (info["episode"]["t"] > 0).all() and (seconds <= time.perf_counter() - started).all()
     envs.step(random_actions(envs, rng))
     envs.reset()  # in the middle of an episode: counting starts anew
     for _ in range(9):
@@ -263,8 +274,9 @@ def test_episode_statistics_are_the_sums_of_the_rewards():
     assert (info["episode"]["l"] == 9).all()
 
 
-def test_returned_arrays_are_not_overwritten():
-    envs, rng = make("mpe/simple_speaker_listener_v4", 3), np.random.default_rng(0)
+@pytest.mark.parametrize("name", ["simple_speaker_listener_v4", "simple_spread_v3"])  # with padding and without
+def test_returned_arrays_are_not_overwritten(name):
+    envs, rng = make(f"mpe/{name}", 3), np.random.default_rng(0)
     obs, info = envs.reset(seed=0)
     kept = [obs, info["state"]]
     for _ in range(30):

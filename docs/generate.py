@@ -1,0 +1,221 @@
+"""Write docs/_generated from the code: flags, implementation details, source pages and results. conf.py calls `main`.
+
+Nothing is imported from cleanmarl: scripts and tests are parsed, so that the docs build without torch. A tag is a comment,
+`# detail core-5: ...` in a script and `# proves core-5` in or right above a test function.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+OUT = DOCS / "_generated"
+
+# In the order of Huang et al. 2022, "The 37 implementation details of proximal policy optimization" (ICLR blog track):
+# these, the network for Procgen, and their four auxiliary ones.
+DETAILS = {
+    "core-1": "Several environments are stepped side by side, and rollouts have a fixed length",
+    "core-2": "Orthogonal weights, zero biases; output layers scaled by 0.01 (policy) and 1 (value)",
+    "core-3": "Adam's epsilon is 1e-5",
+    "core-4": "The learning rate falls linearly to 0",
+    "core-5": "Generalized advantage estimation; returns are advantages plus values",
+    "core-6": "Shuffled minibatches that use every sample once per epoch",
+    "core-7": "Advantages are normalised within each minibatch",
+    "core-8": "The surrogate objective is clipped",
+    "core-9": "The value loss is clipped",
+    "core-10": "One loss: policy, value and an entropy bonus",
+    "core-11": "One norm limits the gradient of all parameters together",
+    "core-12": "Debug variables: losses, entropy, approximate KL divergence, clipped fraction",
+    "core-13": "Policy and value network: two tanh layers of 64 units, shared or separate",
+    "atari-1": "An episode starts with a random number of no-ops",
+    "atari-2": "An action is repeated for 4 frames; the observation is the maximum of the last two",
+    "atari-3": "The loss of a life ends the episode, for learning",
+    "atari-4": "FIRE is pressed after a reset in games that wait for it",
+    "atari-5": "Frames are grey and 84 x 84 pixels",
+    "atari-6": "Rewards are replaced by their sign",
+    "atari-7": "An observation is a stack of the last 4 frames",
+    "atari-8": "One convolutional network serves policy and value",
+    "atari-9": "Pixels are scaled to [0, 1]",
+    "continuous-1": "Actions come from a normal distribution",
+    "continuous-2": "The log standard deviation is a parameter, the same in every state, 0 at first",
+    "continuous-3": "The components of an action are independent",
+    "continuous-4": "Policy and value have separate networks",
+    "continuous-5": "The environment gets the action clipped to its bounds, the learner the one that was sampled",
+    "continuous-6": "Observations are normalised by their running mean and variance",
+    "continuous-7": "Normalised observations are clipped to [-10, 10]",
+    "continuous-8": "Rewards are divided by the deviation of a running discounted return",
+    "continuous-9": "Scaled rewards are clipped to [-10, 10]",
+    "lstm-1": "LSTM weights are orthogonal with scale 1, biases 0",
+    "lstm-2": "The LSTM state is 0 at first",
+    "lstm-3": "The LSTM state is reset where an episode ends",
+    "lstm-4": "Minibatches are whole sequences of some environments",
+    "lstm-5": "Training replays the LSTM states from those at the start of the rollout",
+    "procgen-1": "The residual network of IMPALA",
+    "multidiscrete-1": "The components of a multi-discrete action are independent",
+    "aux-1": "The clip range falls linearly to 0",
+    "aux-2": "Gradients are computed by several processes in parallel",
+    "aux-3": "The epochs stop early once the policy has moved too far",
+    "aux-4": "Illegal actions are masked out",
+}
+
+
+@dataclass
+class Tag:
+    """Where a detail is: file (relative to the repository), line, and, in a test file, the test function."""
+
+    detail: str
+    file: str
+    line: int
+    test: str = ""
+
+
+def scripts() -> list[Path]:
+    """The algorithms: modules of cleanmarl with Args and make_envs, ordered by name."""
+    needed = ("\nclass Args", "\ndef make_envs")
+    return [p for p in sorted(ROOT.glob("cleanmarl/*.py")) if all(word in p.read_text() for word in needed)]
+
+
+def comments(path: Path, start: str) -> list[tuple[int, list[str]]]:
+    """(line, detail ids) of the comments that begin with `start`; raises ValueError for ids that do not exist."""
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type != tokenize.COMMENT or not token.string.startswith(start):
+            continue
+        line, ids = token.start[0], re.findall(r"\b[a-z]+-\d+\b", token.string.partition(":")[0])
+        for detail in ids:
+            if detail not in DETAILS:
+                raise ValueError(f"{path.relative_to(ROOT)}:{line}: there is no detail {detail}")
+        found.append((line, ids))
+    return found
+
+
+def script_tags(path: Path) -> list[Tag]:
+    return [
+        Tag(detail, str(path.relative_to(ROOT)), line) for line, ids in comments(path, "# detail ") for detail in ids
+    ]
+
+
+def test_tags() -> list[Tag]:
+    """The tests that prove details; raises ValueError for a mark that belongs to no test."""
+    found = []
+    for path in sorted(ROOT.glob("tests/test_*.py")):
+        marks = comments(path, "# proves ")
+        tests = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+        tests = sorted((n for n in tests if n.name.startswith("test_")), key=lambda n: n.lineno) if marks else []
+        for line, ids in marks:
+            test = next((n for n in tests if n.end_lineno >= line), None)  # around the mark, or next below it
+            if test is None:
+                raise ValueError(f"{path.relative_to(ROOT)}:{line}: no test follows this mark")
+            found += [Tag(detail, str(path.relative_to(ROOT)), test.lineno, test.name) for detail in ids]
+    return found
+
+
+def link(tag: Tag, text: str, up: str) -> str:
+    """A link to a line of a source page, from a page whose way to the root of the docs is `up`."""
+    return f'<a href="{up}_generated/source/{Path(tag.file).stem}.html#L-{tag.line}">{escape(text)}</a>'
+
+
+def details_table(ids, tags: list[Tag], tests: list[Tag], up: str) -> str:
+    """A table of details: where each script has it, and the tests that prove it."""
+    rows = ["| detail | what | where | proved by |", "|---|---|---|---|"]
+    for detail in ids:
+        where = [link(t, f"{Path(t.file).name}:{t.line}", up) for t in tags if t.detail == detail]
+        proofs = {(t.file, t.test): link(t, t.test, up) for t in tests if t.detail == detail}
+        rows.append(f"| {detail} | {DETAILS[detail]} | {'<br>'.join(where)} | {'<br>'.join(proofs.values())} |")
+    return "\n".join(rows) + "\n"
+
+
+def flags(path: Path) -> list[tuple[str, str, str]]:
+    """(flag, default, help) of every field of a script's Args, as they stand in the source."""
+    source = path.read_text()
+    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    rows = []
+    for field, doc in zip(body, [*body[1:], None]):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        name, kind = field.target.id.replace("_", "-"), ast.unparse(field.annotation)
+        default = ast.get_source_segment(source, field.value)
+        if isinstance(field.value, ast.Tuple):  # one value for each agent, all agents alike
+            default = " ".join(ast.get_source_segment(source, x) for x in field.value.elts)
+        flag = f"`--{name}`, `--no-{name}`" if kind == "bool" else f"`--{name}`"
+        is_doc = isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+        text = " ".join(doc.value.value.split()) if is_doc else ""
+        rows.append((flag, default.strip("\"'"), text))
+    return rows
+
+
+def flags_table(path: Path) -> str:
+    rows = ["| flag | default | meaning |", "|---|---|---|"]
+    rows += [f"| {flag} | `{default}` | {text.replace('|', chr(92) + '|')} |" for flag, default, text in flags(path)]
+    return "\n".join(rows) + "\n"
+
+
+def source_page(path: Path, marked: list[int]) -> str:
+    """A page with the source, an anchor L-n at each line n, and the tagged lines highlighted."""
+    formatter = HtmlFormatter(linenos="inline", lineanchors="L", hl_lines=marked, wrapcode=True)
+    code = highlight(path.read_text(), PythonLexer(), formatter)
+    fence = "`" * 6  # longer than any fence in the code
+    return f"---\norphan: true\n---\n# {path.relative_to(ROOT)}\n\n{fence}{{raw}} html\n{code}{fence}\n"
+
+
+def results_of(script: str, names: list[str]) -> str:
+    """A section with the curves and tables in docs/results whose name begins with the script's; empty if none do."""
+    parts = []
+    for table in sorted(DOCS.glob("results/*.md")):
+        owners = [name for name in names if table.stem == name or table.stem.startswith(f"{name}_")]
+        if max(owners, key=len, default=None) == script:
+            curve = table.with_suffix(".svg")
+            parts += [f"![learning curves of {table.stem}](/results/{curve.name})"] if curve.exists() else []
+            parts.append(table.read_text())
+    return "\n\n".join(["## Results", *parts]) + "\n" if parts else ""
+
+
+def scripts_table() -> str:
+    """Every script, its page if it has one, and the first sentence of its docstring."""
+    rows = ["| script | algorithm |", "|---|---|"]
+    for path in scripts():
+        first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
+        has_page = (DOCS / "algorithms" / f"{path.stem}.md").exists()
+        rows.append(f"| {f'[{path.name}](/algorithms/{path.stem}.md)' if has_page else f'`{path.name}`'} | {first} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    pages = {"scripts.md": scripts_table()}
+    all_tags, tests = [], test_tags()
+    names = [path.stem for path in scripts()]
+    for path in scripts():
+        tags = script_tags(path)
+        all_tags += tags
+        ids = [detail for detail in DETAILS if detail in {tag.detail for tag in tags}]
+        pages[f"flags_{path.stem}.md"] = flags_table(path)
+        pages[f"details_{path.stem}.md"] = f"## Details\n\n{details_table(ids, tags, tests, '../')}" if ids else ""
+        pages[f"results_{path.stem}.md"] = results_of(path.stem, names)
+        pages[f"source/{path.stem}.md"] = source_page(path, [tag.line for tag in tags])
+    for file in sorted({tag.file for tag in tests}):
+        pages[f"source/{Path(file).stem}.md"] = source_page(ROOT / file, [t.line for t in tests if t.file == file])
+    for family in dict.fromkeys(detail.partition("-")[0] for detail in DETAILS):
+        ids = [detail for detail in DETAILS if detail.startswith(f"{family}-")]
+        pages[f"details_of_{family}.md"] = details_table(ids, all_tags, tests, "")
+
+    for old in OUT.rglob("*.md"):
+        if str(old.relative_to(OUT)) not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        page = OUT / name
+        if not page.exists() or page.read_text() != text:  # an unchanged page is not built again
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

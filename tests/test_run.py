@@ -1,0 +1,598 @@
+"""Run management with real runs, real processes and real signals: folder, metrics, checkpoints, resume, faults."""
+
+import json
+import math
+import os
+import pty
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cleanmarl import ippo, ppo
+from cleanmarl import run as run_module
+from cleanmarl.envs import make
+from cleanmarl.run import NonFiniteError, Run, evaluate, launch, load_checkpoint
+
+SCRIPTS = {"ppo": ppo, "ippo": ippo}
+FOLDER = Path(ppo.__file__).parent
+LINUX = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
+
+TRAIN = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "learning_rate"]
+METRICS = {f"train/{name}" for name in TRAIN} | {"time/SPS"}
+METRICS |= {"rollout/ep_reward", "rollout/ep_length", "rollout/num_episodes"}
+METRICS |= {"eval/ep_reward", "eval/std_ep_reward", "eval/ep_length"}
+
+
+def arguments(script: str, env_id: str, runs_dir: Path, **changes):
+    """Arguments of a run of two short updates: 2 environments, 32 steps each."""
+    epochs = 1 if script == "ppo" else (1,)
+    sizes = {"total_timesteps": 128, "num_envs": 2, "num_steps": 32, "num_minibatches": 2, "update_epochs": epochs}
+    return SCRIPTS[script].Args(**{"env_id": env_id, "runs_dir": str(runs_dir), "eval_episodes": 2} | sizes | changes)
+
+
+def train(script: str, env_id: str, runs_dir: Path, **changes) -> Path:
+    return SCRIPTS[script].main(arguments(script, env_id, runs_dir, **changes))
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All points (step, value) of each metric, as TensorBoard reads them."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def start(script: str, *flags, **environment) -> subprocess.Popen:
+    """A script in a process of its own, as a user starts it."""
+    command = [sys.executable, str(FOLDER / f"{script}.py"), *map(str, flags)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@contextmanager
+def started(script: str, *flags, **environment):
+    """The same; whatever the test does, the process is gone afterwards."""
+    process = start(script, *flags, **environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition, seconds: float = 60):
+    """The first true value of condition(), asked again and again."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+def run_folder(runs_dir: Path) -> Path:
+    """The only run folder in runs_dir, once it has events."""
+    return wait_for(lambda: list(runs_dir.glob("*/events*"))).pop().parent
+
+
+# ---------------------------------------------------------------------------------------------- what a run leaves behind
+
+
+@pytest.mark.parametrize(
+    "script, env_id, num_agents",
+    [
+        ("ppo", "CartPole-v1", 1),
+        ("ppo", "FrozenLake-v1", 1),  # Discrete observations
+        ("ippo", "mpe/simple_spread_v3", 3),
+        ("ippo", "mpe/simple_speaker_listener_v4", 2),  # agents with different spaces
+        ("ippo", "pz/mpe2/simple_spread_v3", 3),  # worker processes
+    ],
+)
+def test_run_folder(script, env_id, num_agents, tmp_path, capsys):
+    args = arguments(script, env_id, tmp_path)
+    folder = SCRIPTS[script].main(args)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert re.fullmatch(rf"{env_id.replace('/', '-')}__{script}__1__\d{{8}}-\d{{6}}", folder.name)
+
+    meta = json.loads((folder / "args.json").read_text())
+    assert meta["script"] == script and meta["command"] == sys.argv
+    assert meta["args"] == json.loads(json.dumps(asdict(args)))
+    assert meta["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert meta["versions"]["numpy"] == np.__version__ and meta["versions"]["gymnasium"] == gym.__version__
+    assert meta["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    git = subprocess.run(["git", "-C", FOLDER, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert meta["git_commit"] == (git.stdout.strip() or None)
+
+    points = scalars(folder)
+    of_agents = {f"{part}/ep_reward_agent_{i}" for part in ("rollout", "eval") for i in range(num_agents)}
+    assert set(points) == METRICS | (of_agents if num_agents > 1 else set())
+    for tag, values in points.items():
+        first = {"train": [64, 128], "time": [64, 128], "eval": [128]}
+        assert [step for step, _ in values] == first.get(tag.split("/")[0], [step for step, _ in values]), tag
+    assert [step for step, _ in points["rollout/num_episodes"]] == [64, 128]
+    if num_agents > 1:
+        for part in ("rollout", "eval"):  # the team's return is the sum of the agents'
+            team, agents = (
+                points[f"{part}/ep_reward"],
+                [points[f"{part}/ep_reward_agent_{i}"] for i in range(num_agents)],
+            )
+            total = [sum(value for _, value in values) for values in zip(*agents)]
+            np.testing.assert_allclose([value for _, value in team], total, rtol=1e-5)
+        assert {value for _, value in points["rollout/ep_length"]} == {25.0}
+        assert points["rollout/num_episodes"][-1] == (128, 4)  # 64 steps of 2 environments, 25 steps an episode
+
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert checkpoint["step"] == 128 and checkpoint["num_episodes"] == points["rollout/num_episodes"][-1][1]
+    assert set(checkpoint["modules"]) >= {"agent", "optimizer"}
+    assert json.loads((folder / "done.json").read_text())["step"] == 128
+    assert not (folder / "checkpoint.tmp").exists()
+    out = capsys.readouterr().out
+    assert f"tensorboard --logdir {folder}" in out and f"python -m cleanmarl.enjoy {folder}" in out
+
+
+@pytest.mark.parametrize("script, env_id", [("ppo", "CartPole-v1"), ("ippo", "mpe/simple_spread_v3")])
+def test_same_seed_same_run(script, env_id, tmp_path):
+    one, same, other = (scalars(train(script, env_id, tmp_path, seed=seed)) for seed in (1, 1, 2))
+    for points in (one, same, other):
+        del points["time/SPS"]
+    assert len(list(tmp_path.iterdir())) == 3  # runs started in one second do not share a folder
+    assert one == same
+    for tag in ("train/policy_loss", "train/value_loss", "train/entropy", "eval/ep_reward"):
+        assert one[tag] != other[tag]
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@dataclass
+class Small:
+    """The arguments that Run itself reads."""
+
+    runs_dir: str
+    resume: Path | None = None
+    env_id: str = "none"
+    seed: int = 1
+    total_timesteps: int = 1000
+    checkpoint_interval: int = 100
+    eval_episodes: int = 0
+    capture_video: bool = False
+    track: bool = False
+
+
+class Counter:
+    """Anything with a state_dict is a module of a checkpoint; this one is of 800 kB, and fails to order."""
+
+    def __init__(self, value: int = 0):
+        self.value, self.fails = value, False
+
+    def state_dict(self) -> dict:
+        if self.fails:
+            raise RuntimeError("no state today")
+        return {"value": self.value, "bulk": torch.full((100_000,), self.value)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.value = state["value"]
+
+
+def test_checkpoint_restores_everything(tmp_path):
+    counter = Counter(7)
+    with Run(Small(tmp_path), "script.py", counter=counter) as run:
+        run.step, run.num_episodes = 300, 12
+        run.log({})  # due: saves
+        expected = [random.random(), np.random.random(), torch.rand(1).item()]
+        assert run.last_checkpoint == 300
+        run.step, counter.value = 350, 8  # not due: saved at the end only
+        run.log({})
+        assert load_checkpoint(run.folder)["step"] == 300
+        (tmp_path / "early.pt").write_bytes((run.folder / "checkpoint.pt").read_bytes())
+    assert load_checkpoint(run.folder)["step"] == 350
+    assert load_checkpoint(run.folder)["modules"]["counter"]["value"] == 8
+
+    (run.folder / "checkpoint.pt").write_bytes((tmp_path / "early.pt").read_bytes())
+    (run.folder / "done.json").unlink()
+    counter = Counter()
+    resumed = Run(Small(tmp_path, resume=run.folder), "script.py", counter=counter)
+    assert (resumed.step, resumed.num_episodes, counter.value) == (300, 12, 7)
+    assert [random.random(), np.random.random(), torch.rand(1).item()] == expected
+
+
+@contextmanager
+def full_disk(size: int):
+    """No file of this process can grow beyond `size` bytes: a write fails half-way, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_crash_while_saving_leaves_the_previous_checkpoint(tmp_path):
+    counter = Counter(1)
+    with pytest.raises(RuntimeError, match="no state today"), Run(Small(tmp_path), "script.py", counter=counter) as run:
+        run.step = 100
+        run.save()
+        before = (run.folder / "checkpoint.pt").read_bytes()
+
+        run.step, counter.value = 200, 2
+        with full_disk(300_000), pytest.raises((RuntimeError, OSError)):
+            run.save()
+        assert 0 < (run.folder / "checkpoint.tmp").stat().st_size < 400_000  # it did fail in the middle
+        assert (run.folder / "checkpoint.pt").read_bytes() == before
+        assert load_checkpoint(run.folder)["modules"]["counter"]["value"] == 1
+        assert run.last_checkpoint == 100
+
+        run.save()  # there is room again
+        assert load_checkpoint(run.folder)["modules"]["counter"]["value"] == 2
+        counter.fails = True
+        run.step = 300
+        run.log({})
+    assert load_checkpoint(run.folder)["step"] == 200
+    assert not (run.folder / "done.json").exists()
+
+
+def test_an_exception_saves_and_is_not_swallowed(tmp_path, capsys):
+    with pytest.raises(ZeroDivisionError), Run(Small(tmp_path), "script.py", counter=Counter(5)) as run:
+        run.step = 50
+        run.log({})
+        1 / 0  # noqa: B018
+    assert load_checkpoint(run.folder)["step"] == 50 and not (run.folder / "done.json").exists()
+    assert "saved step 50" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------------- resume
+
+
+def test_resume_with_more_steps(tmp_path):
+    """1,024 steps, then 1,024 more: one stream of events, one optimizer, the schedule of the new total."""
+    folder = train("ppo", "CartPole-v1", tmp_path, total_timesteps=1024)
+    first = scalars(folder)
+    half = load_checkpoint(folder)
+    assert train("ppo", "CartPole-v1", tmp_path, total_timesteps=2048, resume=folder) == folder
+    assert list(tmp_path.iterdir()) == [folder]
+
+    points, whole = scalars(folder), load_checkpoint(folder)
+    for tag in ("train/policy_loss", "time/SPS", "rollout/num_episodes"):
+        assert [step for step, _ in points[tag]] == list(range(64, 2049, 64)), tag
+        assert points[tag][:16] == first[tag]
+    assert [step for step, _ in points["eval/ep_reward"]] == [1024, 2048]
+    lr = ppo.Args.learning_rate
+    expected = [lr * (1 - i / 16) for i in range(16)] + [lr * (1 - i / 32) for i in range(16, 32)]
+    np.testing.assert_allclose([value for _, value in points["train/learning_rate"]], expected, rtol=1e-5)
+    episodes = [value for _, value in points["rollout/num_episodes"]]
+    assert episodes == sorted(episodes) and whole["num_episodes"] > half["num_episodes"]
+    adam = [checkpoint["modules"]["optimizer"]["state"][0]["step"].item() for checkpoint in (half, whole)]
+    assert adam == [16 * 2, 32 * 2]  # updates * minibatches
+    assert json.loads((folder / "done.json").read_text())["step"] == whole["step"] == 2048
+
+
+def test_resume_remembers_the_raised_total(tmp_path, monkeypatch):
+    folder = train("ippo", "mpe/simple_spread_v3", tmp_path, num_envs=2)
+    train("ippo", "mpe/simple_spread_v3", tmp_path, resume=folder, total_timesteps=256)
+    checkpoint = load_checkpoint(folder)
+    checkpoint["step"] = 192  # as if it had been stopped there
+    torch.save(checkpoint, folder / "checkpoint.pt")
+    (folder / "done.json").unlink()
+    monkeypatch.setattr(sys, "argv", ["ippo.py", "--resume", str(folder)])  # the line that a stopped run shows
+    launch(ippo.main, ippo.Args)
+    assert load_checkpoint(folder)["step"] == 256
+
+
+def test_kill_and_resume(tmp_path, monkeypatch):
+    """kill -9 while events run ahead of the checkpoint; the resumed run has every point once."""
+    total = 40_000
+    flags = ["--env-id", "mpe/simple_spread_v3", "--num-envs", 4, "--num-steps", 25, "--update-epochs", 1]
+    flags += ["--total-timesteps", total, "--checkpoint-interval", 5000, "--eval-episodes", 2, "--runs-dir", tmp_path]
+    with started("ippo", *flags) as process:
+        folder = run_folder(tmp_path)
+        checkpoint = wait_for(lambda: (folder / "checkpoint.pt").exists() and folder / "checkpoint.pt")
+        while True:  # stopped, it cannot save between the look and the kill
+            process.send_signal(signal.SIGSTOP)
+            saved, seen = load_checkpoint(folder)["step"], scalars(folder)
+            if seen["train/policy_loss"][-1][0] >= saved + 500:
+                break
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
+        assert process.poll() is None
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert 0 < saved < total and torch.load(checkpoint, weights_only=True)["step"] == saved
+    assert not (folder / "done.json").exists()
+
+    monkeypatch.setattr(sys, "argv", ["ippo.py", "--resume", str(folder)])
+    launch(ippo.main, ippo.Args)
+    points = scalars(folder)
+    every_update = list(range(100, total + 1, 100))
+    for tag in {*METRICS, "rollout/ep_reward_agent_0"} - {"eval/ep_reward", "eval/std_ep_reward", "eval/ep_length"}:
+        assert [step for step, _ in points[tag]] == every_update, tag  # no gap, no double
+        assert points[tag][: saved // 100] == seen[tag][: saved // 100], tag  # what was there before is still there
+    for tag, values in points.items():
+        steps = [step for step, _ in values]
+        assert steps == sorted(set(steps)) and steps[-1] == total, tag
+    assert load_checkpoint(folder)["step"] == total
+    assert json.loads((folder / "done.json").read_text())["step"] == total
+    assert len(list(folder.glob("events*"))) == 2  # the first file is not rewritten
+
+
+# -------------------------------------------------------------------------------------------------------------- signals
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@LINUX
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_saves_and_leaves_no_process(signum, status, tmp_path, monkeypatch):
+    flags = ["--env-id", "pz/mpe2/simple_spread_v3", "--num-envs", 2, "--num-steps", 25, "--update-epochs", 1]
+    flags += ["--total-timesteps", 100_000, "--checkpoint-interval", 10**9, "--runs-dir", tmp_path]
+    with started("ippo", *flags) as process:
+        folder = run_folder(tmp_path)
+        wait_for(lambda: "train/policy_loss" in scalars(folder))
+        workers = children(process.pid)
+        assert workers and not any(map(gone, workers)) and not (folder / "checkpoint.pt").exists()
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == status and not err
+    wait_for(lambda: all(map(gone, workers)), 5)
+    step = load_checkpoint(folder)["step"]
+    assert step > 0 and scalars(folder)["train/policy_loss"][-1][0] == step
+    assert f"stopped at step {step:,}; continue with --resume {folder}" in out
+    assert not (folder / "done.json").exists()
+
+    argv = ["ippo.py", "--resume", str(folder), "--total-timesteps", str(step + 100), "--eval-episodes", "0"]
+    monkeypatch.setattr(sys, "argv", argv)
+    launch(ippo.main, ippo.Args)
+    assert json.loads((folder / "done.json").read_text())["step"] == step + 100
+    steps = [step for step, _ in scalars(folder)["train/policy_loss"]]
+    assert steps == list(range(50, step + 101, 50))
+
+
+def test_second_interrupt_stops_at_once(tmp_path):
+    """The update under way would take hours."""
+    with started("ppo", "--update-epochs", 10**9, "--runs-dir", tmp_path) as process:
+        run_folder(tmp_path)
+        time.sleep(1)  # the handlers are there right after the events
+        process.send_signal(signal.SIGINT)
+        assert "run folder" in process.stdout.readline() and "stopping" in process.stdout.readline()
+        time.sleep(0.5)
+        assert process.poll() is None  # it tries to finish the update
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == 130 and not err
+
+
+# ----------------------------------------------------------------------------------------------------- non-finite losses
+
+
+class Poisoned(gym.Env):
+    """Episodes of 10 steps; after 200 steps of the environment its rewards are not numbers."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+
+    def __init__(self):
+        self.age = self.t = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.age, self.t = self.age + 1, self.t + 1
+        reward = math.nan if self.age > 200 else 1.0
+        return np.zeros(2, np.float32), reward, self.t == 10, False, {}
+
+
+gym.register("Poisoned-v0", Poisoned)
+
+
+def test_non_finite_loss_stops(tmp_path, monkeypatch, capsys):
+    """2 environments of 32 steps per update: the seventh update meets the first bad reward."""
+    flags = ["--env-id", "Poisoned-v0", "--num-envs", "2", "--num-steps", "32", "--total-timesteps", "6400"]
+    flags += ["--checkpoint-interval", "128", "--runs-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        launch(ppo.main, ppo.Args)
+    (folder,) = tmp_path.iterdir()
+    line = f"ppo: train/policy_loss is nan at step 448; last good checkpoint: step 384 in {folder}\n"
+    assert stopped.value.code == 1 and capsys.readouterr().err == line
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint["step"] == 384  # as it was, although 448 is the step at which the run ended
+    assert all(weights.isfinite().all() for weights in checkpoint["modules"]["agent"].values())
+    assert scalars(folder)["train/policy_loss"][-1][0] == 384 and not (folder / "done.json").exists()
+
+
+def test_non_finite_loss_before_the_first_checkpoint(tmp_path):
+    with pytest.raises(NonFiniteError) as error:
+        train("ippo", "mpe/simple_spread_v3", tmp_path, reward_scale=(math.inf,))
+    (folder,) = tmp_path.iterdir()
+    assert re.fullmatch(r"train/\w+_loss is nan at step 64; there is no checkpoint yet in .*", str(error.value))
+    assert not (folder / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_only_losses_must_be_finite(value, tmp_path):
+    with pytest.raises(NonFiniteError, match=f"train/value_loss is {value} at step 10"):
+        with Run(Small(tmp_path), "script.py") as run:
+            run.step = 5
+            run.log({"train/value_loss": 1.0, "train/explained_variance": value})  # of constant returns: no fault
+            run.step = 10
+            run.log({"train/value_loss": value})
+
+
+# ------------------------------------------------------------------------------------------------------------- trackers
+
+
+def test_wandb_offline(tmp_path):
+    flags = ["--num-envs", 2, "--num-steps", 32, "--total-timesteps", 128, "--eval-episodes", 1, "--track"]
+    with started("ppo", *flags, "--runs-dir", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true") as process:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    (folder,) = tmp_path.iterdir()
+    (log,) = folder.glob("wandb/offline-run-*/*.wandb")
+    content = log.read_bytes()
+    for text in (b"train/policy_loss", b"eval/ep_reward", b"time/SPS", b"total_timesteps", folder.name.encode()):
+        assert text in content, text
+    assert (folder / "done.json").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+
+
+LINE = r"step (?P<step>[\d,]+)/256  \d+%  SPS [\d,]+  return -?\d+\.\d  ETA \d:\d\d:\d\d"
+
+
+def test_progress_in_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, "LINE_SECONDS", 0)
+    train("ppo", "FrozenLake-v1", tmp_path, total_timesteps=256)
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if line.startswith("step")]
+    assert [re.fullmatch(LINE, line)["step"] for line in lines] == ["64", "128", "192", "256"]
+    assert "%|" not in out + err and lines[-1].endswith("ETA 0:00:00")
+
+
+def test_few_lines_where_there_is_no_terminal(tmp_path, capsys):
+    train("ppo", "FrozenLake-v1", tmp_path, total_timesteps=256, num_steps=1, num_minibatches=1)  # 128 updates
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert 1 <= len(lines) <= 5 and lines[-1].startswith("step 256/256  100%")  # every 5 seconds, and the last
+
+
+def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
+    screen = bytearray()
+
+    def read():
+        while True:
+            try:
+                screen.extend(os.read(ours, 4096))
+            except OSError:  # the other end is closed
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(theirs, "w") as terminal:  # noqa: PTH123 (a file descriptor)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        train("ppo", "FrozenLake-v1", tmp_path, total_timesteps=256)
+        monkeypatch.undo()
+    reader.join(10)
+    os.close(ours)
+    text = screen.decode()
+    assert "\r" in text and "100%|" in text and "256/256" in text
+    assert re.search(r"\d\d:\d\d<\d\d:\d\d, .*step.*return \d", text)  # time so far < ETA, rate, return
+    assert "step 256/256" not in capsys.readouterr().out  # no lines beside the bar
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+
+class Steps(gym.Env):
+    """Episodes of `length` steps with a reward of 1 each."""
+
+    observation_space, action_space = spaces.Box(0, 99, (1,)), spaces.Discrete(2)
+    render_mode = "rgb_array"
+
+    def __init__(self, length: int):
+        self.length, self.t = length, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.full(1, self.t, np.float32), 1.0, self.t == self.length, False, {}
+
+    def render(self):
+        return np.full((4, 4, 3), self.t, np.uint8)
+
+
+def steps_envs(*lengths: int) -> gym.vector.VectorEnv:
+    envs = SyncVectorEnv([lambda n=n: Steps(n) for n in lengths], autoreset_mode=AutoresetMode.SAME_STEP)
+    return gym.wrappers.vector.RecordEpisodeStatistics(envs)
+
+
+@pytest.mark.parametrize(
+    "lengths, num_episodes, played",
+    [
+        ([1, 2, 10], 7, [1, 1, 1, 2, 2, 10, 10]),  # the first 7 episodes to end would be 1 1 2 1 1 2 1
+        ([3, 5, 7], 2, [3, 5]),  # fewer episodes than environments
+        ([4], 3, [4, 4, 4]),
+    ],
+)
+def test_evaluation_plays_shares(lengths, num_episodes, played):
+    envs, seen = steps_envs(*lengths), []
+
+    def policy(obs, info, done):
+        assert (done == (obs[:, 0] == 0)).all()  # it says where an episode starts
+        seen.append(obs.copy())
+        return np.zeros(len(lengths), int)
+
+    metrics = evaluate(envs, policy, num_episodes)
+    assert metrics == {
+        "eval/ep_reward": pytest.approx(np.mean(played)),
+        "eval/std_ep_reward": pytest.approx(np.std(played)),
+        "eval/ep_length": pytest.approx(np.mean(played)),
+    }
+    assert len(seen) == max(sum(n for n in played if n == length) for length in lengths)  # and no step more
+
+
+def test_evaluation_of_a_team():
+    """The return of the team is the sum over the agents, and its deviation that of the sums."""
+    envs, returns = make("mpe/simple_spread_v3", 2), []
+
+    def policy(obs, info, done):
+        returns.append(envs.statistics.returns.copy() if hasattr(envs, "statistics") else None)
+        return torch.randint(5, (2, 3)).numpy()
+
+    metrics = evaluate(envs, policy, 4, seed=3)
+    assert metrics["eval/ep_length"] == 25 and metrics["eval/std_ep_reward"] > 0
+    agents = [metrics[f"eval/ep_reward_agent_{i}"] for i in range(3)]
+    assert metrics["eval/ep_reward"] == pytest.approx(sum(agents)) and len(set(agents)) == 3
+    assert evaluate(envs, policy, 4, seed=3) == metrics  # the seed covers environments and samples
+    assert evaluate(envs, policy, 4, seed=4) != metrics
+
+
+def test_evaluation_leaves_training_alone(tmp_path):
+    args = arguments("ppo", "CartPole-v1", tmp_path)
+    envs = ppo.make_envs(args, 3)
+    policy = ppo.make_policy(ppo.Agent(envs, args), greedy=False)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    first = evaluate(envs, policy, 3, seed=5)
+    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[2])
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[1]))
+    torch.rand(10)
+    assert evaluate(envs, policy, 3, seed=5) == first
+
+    with_evaluation = scalars(train("ppo", "CartPole-v1", tmp_path, eval_episodes=0))
+    assert not any(tag.startswith("eval") for tag in with_evaluation)
+
+
+def test_frames_of_environment_0():
+    frames = []
+    evaluate(steps_envs(4, 2), lambda obs, info, done: np.zeros(2, int), 2, frames=frames)
+    assert [int(frame[0, 0, 0]) for frame in frames] == [0, 1, 2, 3]
