@@ -34,7 +34,10 @@ def main(args: Args) -> dict[str, float]:
     check(args.episodes > 0, f"--episodes must be greater than 0, not {args.episodes}")
     check(args.video is None or args.video.suffix in (".mp4", ".gif"), f"--video {args.video} must end in .mp4 or .gif")
     name = read_run(args.run_dir)["script"]
-    script = importlib.import_module(f"cleanmarl.{name}")
+    try:
+        script = importlib.import_module(f"cleanmarl.{name}")
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{args.run_dir} is a run of {name}.py, which is not a script of this package") from error
     run_args = load_args(script.Args, args.run_dir, name)
     checkpoint = load_checkpoint(args.run_dir)
 

@@ -9,7 +9,6 @@ Paper: de Witt et al. 2020 (arXiv:2011.09533). Parent: ppo.py, plus the agent ax
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -109,23 +108,18 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
     return envs
 
 
-class StackedMLP(nn.Module):
-    """M networks of two hidden tanh layers as batched products: (M, B, sizes[0]) -> (M, B, sizes[-1])."""
+class StackedLinear(nn.Module):
+    """M linear layers as one batched product: (M, B, in) -> (M, B, out)."""
 
-    def __init__(self, num_networks: int, sizes: list[int], last_std: float):
+    def __init__(self, num_networks: int, size_in: int, size_out: int, std: float = np.sqrt(2)):
         super().__init__()
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for i, (size_in, size_out) in enumerate(pairwise(sizes)):
-            weight = torch.empty(num_networks, size_in, size_out)
-            for w in weight:
-                nn.init.orthogonal_(w, last_std if i == len(sizes) - 2 else np.sqrt(2))
-            self.weights.append(nn.Parameter(weight))
-            self.biases.append(nn.Parameter(torch.zeros(num_networks, 1, size_out)))
+        self.weight = nn.Parameter(torch.empty(num_networks, size_in, size_out))
+        self.bias = nn.Parameter(torch.zeros(num_networks, 1, size_out))
+        for weight in self.weight.detach():
+            nn.init.orthogonal_(weight, std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight, bias in zip(self.weights[:-1], self.biases[:-1]):
-            x = torch.baddbmm(bias, x, weight).tanh()
-        return torch.baddbmm(self.biases[-1], x, self.weights[-1])
+        return torch.baddbmm(self.bias, x, self.weight)
 
 
 class RunningMeanStd(nn.Module):
@@ -168,9 +162,21 @@ class Agent(nn.Module):
         self.num_agents, self.shared = envs.num_agents, args.share_parameters
         num_networks = 1 if self.shared else self.num_agents
         obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
-        hidden = [args.hidden_dim, args.hidden_dim]
-        self.actor = StackedMLP(num_networks, [obs_size, *hidden, int(envs.action_sizes.max())], last_std=0.01)
-        self.critic = StackedMLP(num_networks, [obs_size, *hidden, 1], last_std=1.0)
+        num_actions, hidden = int(envs.action_sizes.max()), args.hidden_dim
+        self.actor = nn.Sequential(
+            StackedLinear(num_networks, obs_size, hidden),
+            nn.Tanh(),
+            StackedLinear(num_networks, hidden, hidden),
+            nn.Tanh(),
+            StackedLinear(num_networks, hidden, num_actions, std=0.01),
+        )
+        self.critic = nn.Sequential(
+            StackedLinear(num_networks, obs_size, hidden),
+            nn.Tanh(),
+            StackedLinear(num_networks, hidden, hidden),
+            nn.Tanh(),
+            StackedLinear(num_networks, hidden, 1, std=1.0),
+        )
         self.obs_stats = RunningMeanStd(num_networks, obs_size) if args.normalize_obs else None
         self.value_stats = RunningMeanStd(num_networks, 1) if args.normalize_value else None
 
@@ -192,9 +198,9 @@ class Agent(nn.Module):
     def normalize(self, features: torch.Tensor) -> torch.Tensor:
         return features if self.obs_stats is None else self.obs_stats.normalize(features).clamp(-10, 10)
 
-    def log_probs(self, features: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of all actions (M, B, K), for normalised features (M, B, D) and action_mask (M, B, K)."""
-        return torch.where(action_mask, self.actor(features), -1e8).log_softmax(-1)
+    def logits(self, features: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """Logits (M, B, K), illegal ones far below; features (M, B, D) are normalised, action_mask is (M, B, K)."""
+        return torch.where(action_mask, self.actor(features), -1e8)
 
     def value(self, features: torch.Tensor) -> torch.Tensor:
         """Values (M, B) in the unit of the returns. features: normalised."""
@@ -209,12 +215,9 @@ def make_policy(agent: Agent, greedy: bool = True):
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
         features = agent.normalize(agent.features(torch.as_tensor(obs, device=device)))
         mask = agent.by_network(torch.as_tensor(info["action_mask"], device=device))
-        log_probs = agent.by_agent(agent.log_probs(features, mask))
-        return (
-            (log_probs.argmax(-1) if greedy else torch.distributions.Categorical(logits=log_probs).sample())
-            .cpu()
-            .numpy()
-        )
+        logits = agent.by_agent(agent.logits(features, mask))
+        action = logits.argmax(-1) if greedy else torch.distributions.Categorical(logits=logits).sample()
+        return action.cpu().numpy()
 
     return policy
 
@@ -253,18 +256,18 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
     """
     device = next(agent.parameters()).device
     gamma, reward_scale = np.array(args.gamma, np.float32), np.array(args.reward_scale, np.float32)
-    # The argmax of log-probabilities + Gumbel noise is a sample; -log(exponential) is Gumbel noise.
+    # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
     gumbel = -torch.empty(rollout.action_mask.shape, device=device).exponential_().log()
     obs, info = start
     for t in range(args.num_steps):
         rollout.obs[t], rollout.action_mask[t], rollout.agent_mask[t] = obs, info["action_mask"], info["agent_mask"]
         action_mask = torch.from_numpy(rollout.action_mask[t]).to(device)
         if run.step + t * args.num_envs < args.random_timesteps:
-            log_probs = torch.where(action_mask, 0.0, -1e8)
+            logits = torch.where(action_mask, 0.0, -1e8)
         else:
             features = agent.normalize(agent.features(torch.from_numpy(rollout.obs[t]).to(device)))
-            log_probs = agent.by_agent(agent.log_probs(features, agent.by_network(action_mask)))
-        rollout.action[t] = (log_probs + gumbel[t]).argmax(-1).cpu().numpy()
+            logits = agent.by_agent(agent.logits(features, agent.by_network(action_mask)))
+        rollout.action[t] = (logits + gumbel[t]).argmax(-1).cpu().numpy()
 
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
         done = termination | truncation
@@ -309,7 +312,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     next_features = agent.normalize(agent.features(torch.from_numpy(next_obs).to(device)))
     action_mask, action = by_network(rollout.action_mask), by_network(rollout.action)
     alive = by_network(rollout.agent_mask).float()
-    log_prob = agent.log_probs(features, action_mask).gather(-1, action[..., None]).squeeze(-1)
+    log_prob = agent.logits(features, action_mask).log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
     value = agent.value(features)
     next_value = by_agent(agent.value(next_features))[0]
     gamma, gae_lambda = np.array(args.gamma), np.array(args.gae_lambda)
@@ -324,47 +327,46 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
 
 
 class Settings(NamedTuple):
-    """Settings of the losses, one per network: (M, 1)."""
+    """Settings of the losses, one per network."""
 
-    clip_coef: torch.Tensor
-    value_clip_coef: torch.Tensor
-    ent_coef: torch.Tensor
-    vf_coef: torch.Tensor
+    clip_coef: torch.Tensor  # (M, 1)
+    value_clip_coef: torch.Tensor  # (M, 1)
+    ent_coef: torch.Tensor  # (M,)
+    vf_coef: torch.Tensor  # (M,)
 
 
 def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Each network's own PPO loss (M,), and its diagnostics (5, M): policy, value, entropy, approx_kl, clipfrac."""
-    num_alive = batch.alive.sum(1, keepdim=True).clamp(min=1)
+    # (M, B) weights that turn a sum into the mean over the samples of living agents
+    weight = batch.alive / batch.alive.sum(1, keepdim=True).clamp(min=1)
 
-    def mean(x: torch.Tensor) -> torch.Tensor:  # over the samples of living agents, (M, B) -> (M, 1)
-        return (x * batch.alive).sum(1, keepdim=True) / num_alive
-
-    log_probs = agent.log_probs(batch.features, batch.action_mask)
+    log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1)
     log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob
     ratio = log_ratio.exp()
 
     advantage = batch.advantage
     if norm_adv:
-        centred = advantage - mean(advantage)
-        advantage = centred / (mean(centred.square()).sqrt() + 1e-8)
+        advantage = advantage - (advantage * weight).sum(1, keepdim=True)
+        advantage = advantage / ((advantage.square() * weight).sum(1, keepdim=True).sqrt() + 1e-8)
 
-    clipped_ratio = ratio.clamp(1 - settings.clip_coef, 1 + settings.clip_coef)
-    policy_loss = -mean(torch.min(advantage * ratio, advantage * clipped_ratio))
+    clipped_ratio = torch.clamp(ratio, 1 - settings.clip_coef, 1 + settings.clip_coef)
+    policy_loss = -torch.min(advantage * ratio, advantage * clipped_ratio)
 
-    new_value = agent.critic(batch.features).squeeze(-1)
-    change = new_value - batch.value
-    clipped_change = change.clamp(-settings.value_clip_coef, settings.value_clip_coef)
-    new_value = batch.value + torch.where(settings.value_clip_coef > 0, clipped_change, change)
-    value_loss = mean((new_value - batch.return_).square())
+    change = torch.clamp(
+        agent.critic(batch.features).squeeze(-1) - batch.value, -settings.value_clip_coef, settings.value_clip_coef
+    )
+    value_loss = (batch.value + change - batch.return_).square()
 
-    entropy = -mean((log_probs.exp() * log_probs).sum(-1))
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+
+    policy_loss, value_loss, entropy = (torch.stack([policy_loss, value_loss, entropy]) * weight).sum(-1)  # (M,) each
     loss = policy_loss - settings.ent_coef * entropy + settings.vf_coef * value_loss
 
     with torch.no_grad():
-        approx_kl = mean(ratio - 1 - log_ratio)
-        clipfrac = mean(((ratio - 1).abs() > settings.clip_coef).float())
+        clipped = ((ratio - 1).abs() > settings.clip_coef).float()
+        approx_kl, clipfrac = (torch.stack([ratio - 1 - log_ratio, clipped]) * weight).sum(-1)
         stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac])
-    return loss.squeeze(1), stats.squeeze(-1)
+    return loss, stats
 
 
 def stack_parameters(agent: Agent) -> torch.Tensor:
@@ -382,12 +384,19 @@ def stack_parameters(agent: Agent) -> torch.Tensor:
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     device, num_networks, batch_size = batch.action.device, *batch.action.shape
+
+    def per_network(values: tuple[float, ...]) -> torch.Tensor:  # (M,)
+        return torch.tensor(values, device=device).expand(num_networks)
+
     settings = Settings(
-        *(torch.tensor(getattr(args, name), device=device).expand(num_networks)[:, None] for name in Settings._fields)
+        clip_coef=per_network(args.clip_coef)[:, None],
+        value_clip_coef=per_network([c if c > 0 else float("inf") for c in args.value_clip_coef])[:, None],
+        ent_coef=per_network(args.ent_coef),
+        vf_coef=per_network(args.vf_coef),
     )
+    max_norm = per_network(args.max_grad_norm)[:, None]
     parameters = list(agent.parameters())
     rows = [group["params"][0] for group in optimizer.param_groups]  # row m holds the parameters of network m
-    max_norm = torch.tensor(args.max_grad_norm, device=device).expand(num_networks)[:, None]
     target_kl = np.broadcast_to(args.target_kl, num_networks)
     active = np.ones(num_networks, bool)  # networks that still learn from this rollout
     all_stats = []

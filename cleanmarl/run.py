@@ -19,6 +19,7 @@ import importlib
 import importlib.metadata
 import json
 import math
+import pickle
 import random
 import signal
 import subprocess
@@ -43,7 +44,7 @@ EVAL_SEED = 1_000_000  # added to the seed, so that evaluation meets other episo
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
 # What may differ from the arguments of the run that --resume continues: nothing that changes the learning.
 RESUME_MAY_CHANGE = {"total_timesteps", "checkpoint_interval", "device", "torch_threads", "resume", "runs_dir"}
-RESUME_MAY_CHANGE |= {"track", "wandb_project_name", "wandb_entity", "capture_video", "num_workers"}
+RESUME_MAY_CHANGE |= {"track", "wandb_project_name", "wandb_entity", "capture_video", "eval_episodes", "num_workers"}
 
 
 class UsageError(Exception):
@@ -81,6 +82,7 @@ def find_device(name: str) -> torch.device:
 
 def seed_everything(seed: int, torch_threads: int) -> None:
     """Seed Python, NumPy and torch, and set the number of torch's threads (more than one slows small networks down)."""
+    check(0 <= seed < 2**32, f"--seed must be in [0, 2^32), not {seed}")
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (libraries draw from NumPy's global state)
     torch.manual_seed(seed)
@@ -91,23 +93,32 @@ def seed_everything(seed: int, torch_threads: int) -> None:
 def read_run(folder: Path) -> dict[str, Any]:
     """The contents of a run folder's args.json; UsageError if the folder is not a run."""
     try:
-        return json.loads((Path(folder) / "args.json").read_text())
+        meta = json.loads((Path(folder) / "args.json").read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable args.json") from error
+    is_run = isinstance(meta, dict) and {"script", "args"} <= meta.keys()
+    check(is_run, f"{folder} is not a run folder: its args.json is of something else")
+    return meta
 
 
 def load_args(args_class: type, folder: Path, script: str) -> Any:
     """The arguments of an earlier run of `script` as an instance of `args_class` (JSON lists become tuples again)."""
     meta = read_run(folder)
     check(meta["script"] == script, f"{folder} is a run of {meta['script']}.py, not of {script}.py")
-    return args_class(**{key: tuple(v) if isinstance(v, list) else v for key, v in meta["args"].items()})
+    try:
+        return args_class(**{key: tuple(v) if isinstance(v, list) else v for key, v in meta["args"].items()})
+    except TypeError as error:
+        raise UsageError(f"{folder} is a run of another version of {script}.py ({error})") from error
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The latest checkpoint of a run folder, on the CPU; UsageError if it has none."""
     path = Path(folder) / "checkpoint.pt"
     check(path.exists(), f"{folder} has no checkpoint.pt: the run ended before it saved one")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UsageError(f"{path} is damaged and cannot be read") from error
 
 
 def parse(args_class: type, argv: list[str], script: str) -> Any:
@@ -136,6 +147,8 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
     except NonFiniteError as error:
         print(f"{script}: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:  # Ctrl-C before the run began, or twice
+        sys.exit(128 + signal.SIGINT)
 
 
 def evaluate(envs, policy: Callable, num_episodes: int, seed: int | None = None, frames: list | None = None) -> dict:
@@ -206,9 +219,7 @@ class Run:
         if args.resume is None:
             self._make_folder()
         else:
-            self.folder = Path(args.resume)
-            load_args(type(args), self.folder, self.script)  # fails if it is not a run of this script
-            self._restore(load_checkpoint(self.folder))
+            self._resume_folder()
         resumed = f" (resumed at step {self.step:,})" if self.step else ""
         print(f"run folder: {self.folder}{resumed}", flush=True)
         if args.track:
@@ -240,10 +251,27 @@ class Run:
             self.folder = self.folder.with_name(self.folder.name + "-again")
         try:
             self.folder.mkdir(parents=True)
-            (self.folder / "args.json").write_text(json.dumps(meta, indent=2, default=str))
+            self._write_json("args.json", meta)
         except OSError as error:
             reason = f"cannot write the run folder {self.folder} ({error.strerror})"
             raise UsageError(f"{reason}; choose another place with --runs-dir") from error
+
+    def _resume_folder(self) -> None:
+        self.folder, total = Path(self.args.resume), self.args.total_timesteps
+        stored = load_args(type(self.args), self.folder, self.script)
+        checkpoint = load_checkpoint(self.folder)
+        complete = (self.folder / "done.json").exists() and total <= stored.total_timesteps
+        check(not complete, f"{self.folder} is complete at step {checkpoint['step']:,}; raise --total-timesteps")
+        self._restore(checkpoint)
+        # From now on these are the run's arguments, for the next --resume as well.
+        meta = read_run(self.folder) | {"args": dataclasses.asdict(self.args) | {"resume": None}}
+        self._write_json("args.json", meta)
+        (self.folder / "done.json").unlink(missing_ok=True)
+
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        temporary = self.folder / f"{name}.tmp"
+        temporary.write_text(json.dumps(content, indent=2, default=str))
+        temporary.replace(self.folder / name)
 
     def __enter__(self) -> "Run":
         if threading.current_thread() is threading.main_thread():
@@ -258,7 +286,7 @@ class Run:
         if error_type is None:
             self.save()
             seconds = round(time.perf_counter() - self.start_time, 1)
-            (self.folder / "done.json").write_text(json.dumps({"step": self.step, "seconds": seconds}))
+            self._write_json("done.json", {"step": self.step, "seconds": seconds})
             self._print(f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))}, saved in {self.folder}")
             self._print(f"  curves: tensorboard --logdir {self.folder}")
             self._print(f"  play:   python -m cleanmarl.enjoy {self.folder}")
@@ -298,7 +326,9 @@ class Run:
         metrics = {key: float(value) for key, value in metrics.items()}
         for key, value in metrics.items():
             if key.endswith("_loss") and not math.isfinite(value):
-                saved = f"last good checkpoint: step {self.last_checkpoint:,} in {self.folder}"
+                saved = f"there is no checkpoint yet in {self.folder}"
+                if (self.folder / "checkpoint.pt").exists():
+                    saved = f"last good checkpoint: step {self.last_checkpoint:,} in {self.folder}"
                 raise NonFiniteError(f"{key} is {value} at step {self.step:,}; {saved}")
         total = self.args.total_timesteps
         if self.step - self.last_point >= total // CURVE_POINTS or self.step >= total:
@@ -384,7 +414,6 @@ class Run:
             torch.cuda.set_rng_state_all(randoms["cuda"])
         name, keys, *numbers = randoms["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
-        (self.folder / "done.json").unlink(missing_ok=True)
 
 
 def _import(package: str, flag: str) -> Any:

@@ -90,7 +90,7 @@ def run_folder(runs_dir: Path) -> Path:
     return wait_for(lambda: list(runs_dir.glob("*/events*"))).pop().parent
 
 
-# ---------------------------------------------------------------------------------------------- what a run leaves behind
+# --------------------------------------------------------------------------------------------- what a run leaves behind
 
 
 @pytest.mark.parametrize(
@@ -189,12 +189,16 @@ class Counter:
         self.value = state["value"]
 
 
+def draw() -> list[float]:
+    return [random.random(), np.random.random(), torch.rand(1).item()]  # noqa: NPY002
+
+
 def test_checkpoint_restores_everything(tmp_path):
     counter = Counter(7)
     with Run(Small(tmp_path), "script.py", counter=counter) as run:
         run.step, run.num_episodes = 300, 12
         run.log({})  # due: saves
-        expected = [random.random(), np.random.random(), torch.rand(1).item()]
+        expected = draw()
         assert run.last_checkpoint == 300
         run.step, counter.value = 350, 8  # not due: saved at the end only
         run.log({})
@@ -208,7 +212,7 @@ def test_checkpoint_restores_everything(tmp_path):
     counter = Counter()
     resumed = Run(Small(tmp_path, resume=run.folder), "script.py", counter=counter)
     assert (resumed.step, resumed.num_episodes, counter.value) == (300, 12, 7)
-    assert [random.random(), np.random.random(), torch.rand(1).item()] == expected
+    assert draw() == expected
 
 
 @contextmanager
@@ -295,9 +299,9 @@ def test_resume_remembers_the_raised_total(tmp_path, monkeypatch):
 
 def test_kill_and_resume(tmp_path, monkeypatch):
     """kill -9 while events run ahead of the checkpoint; the resumed run has every point once."""
-    total = 40_000
+    total = 15_000
     flags = ["--env-id", "mpe/simple_spread_v3", "--num-envs", 4, "--num-steps", 25, "--update-epochs", 1]
-    flags += ["--total-timesteps", total, "--checkpoint-interval", 5000, "--eval-episodes", 2, "--runs-dir", tmp_path]
+    flags += ["--total-timesteps", total, "--checkpoint-interval", 2500, "--eval-episodes", 2, "--runs-dir", tmp_path]
     with started("ippo", *flags) as process:
         folder = run_folder(tmp_path)
         checkpoint = wait_for(lambda: (folder / "checkpoint.pt").exists() and folder / "checkpoint.pt")
@@ -384,7 +388,7 @@ def test_second_interrupt_stops_at_once(tmp_path):
         assert process.returncode == 130 and not err
 
 
-# ----------------------------------------------------------------------------------------------------- non-finite losses
+# ---------------------------------------------------------------------------------------------------- non-finite losses
 
 
 class Poisoned(gym.Env):
@@ -435,12 +439,12 @@ def test_non_finite_loss_before_the_first_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_only_losses_must_be_finite(value, tmp_path):
-    with pytest.raises(NonFiniteError, match=f"train/value_loss is {value} at step 10"):
-        with Run(Small(tmp_path), "script.py") as run:
-            run.step = 5
-            run.log({"train/value_loss": 1.0, "train/explained_variance": value})  # of constant returns: no fault
-            run.step = 10
-            run.log({"train/value_loss": value})
+    message = f"train/value_loss is {value} at step 10"
+    with pytest.raises(NonFiniteError, match=message), Run(Small(tmp_path), "script.py") as run:
+        run.step = 5
+        run.log({"train/value_loss": 1.0, "train/explained_variance": value})  # of constant returns: no fault
+        run.step = 10
+        run.log({"train/value_loss": value})
 
 
 # ------------------------------------------------------------------------------------------------------------- trackers
@@ -449,7 +453,7 @@ def test_only_losses_must_be_finite(value, tmp_path):
 def test_wandb_offline(tmp_path):
     flags = ["--num-envs", 2, "--num-steps", 32, "--total-timesteps", 128, "--eval-episodes", 1, "--track"]
     with started("ppo", *flags, "--runs-dir", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true") as process:
-        out, err = process.communicate(timeout=120)
+        err = process.communicate(timeout=120)[1]
         assert process.returncode == 0, err
     (folder,) = tmp_path.iterdir()
     (log,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -563,33 +567,47 @@ def test_evaluation_plays_shares(lengths, num_episodes, played):
 
 def test_evaluation_of_a_team():
     """The return of the team is the sum over the agents, and its deviation that of the sums."""
-    envs, returns = make("mpe/simple_spread_v3", 2), []
+    envs, by_hand = make("mpe/simple_spread_v3", 2), make("mpe/simple_spread_v3", 2)
+    metrics = evaluate(envs, lambda obs, info, done: np.ones((2, 3), int), 4, seed=3)
+    by_hand.reset(seed=3)
+    returns = np.zeros((2, 2, 3))  # (round, environment, agent)
+    for t in range(50):
+        returns[t // 25] += by_hand.step(np.ones((2, 3), int))[1]
+    assert metrics == {
+        "eval/ep_reward": pytest.approx(returns.sum(-1).mean(), rel=1e-5),
+        "eval/std_ep_reward": pytest.approx(returns.sum(-1).std(), rel=1e-5),
+        "eval/ep_length": 25.0,
+    } | {f"eval/ep_reward_agent_{i}": pytest.approx(returns[..., i].mean(), rel=1e-5) for i in range(3)}
+
+
+def test_evaluation_repeats_by_seed():
+    """The seed covers the environments and the samples of the policy."""
+    envs = make("mpe/simple_spread_v3", 2)
 
     def policy(obs, info, done):
-        returns.append(envs.statistics.returns.copy() if hasattr(envs, "statistics") else None)
         return torch.randint(5, (2, 3)).numpy()
 
-    metrics = evaluate(envs, policy, 4, seed=3)
-    assert metrics["eval/ep_length"] == 25 and metrics["eval/std_ep_reward"] > 0
-    agents = [metrics[f"eval/ep_reward_agent_{i}"] for i in range(3)]
-    assert metrics["eval/ep_reward"] == pytest.approx(sum(agents)) and len(set(agents)) == 3
-    assert evaluate(envs, policy, 4, seed=3) == metrics  # the seed covers environments and samples
-    assert evaluate(envs, policy, 4, seed=4) != metrics
+    first = evaluate(envs, policy, 4, seed=3)
+    torch.rand(10)
+    assert evaluate(envs, policy, 4, seed=3) == first
+    assert evaluate(envs, policy, 4, seed=4) != first
 
 
 def test_evaluation_leaves_training_alone(tmp_path):
     args = arguments("ppo", "CartPole-v1", tmp_path)
     envs = ppo.make_envs(args, 3)
     policy = ppo.make_policy(ppo.Agent(envs, args), greedy=False)
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     first = evaluate(envs, policy, 3, seed=5)
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[2])
-    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[1]))
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[1]))  # noqa: NPY002
     torch.rand(10)
     assert evaluate(envs, policy, 3, seed=5) == first
 
-    with_evaluation = scalars(train("ppo", "CartPole-v1", tmp_path, eval_episodes=0))
-    assert not any(tag.startswith("eval") for tag in with_evaluation)
+
+def test_no_evaluation(tmp_path):
+    points = scalars(train("ppo", "CartPole-v1", tmp_path, eval_episodes=0))
+    assert set(points) == {tag for tag in METRICS if not tag.startswith("eval")}
 
 
 def test_frames_of_environment_0():

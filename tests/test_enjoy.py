@@ -1,0 +1,183 @@
+"""enjoy.py on real run folders: numbers, greedy and sampled actions, films, and what it says of other folders."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cleanmarl import enjoy, ippo, ppo
+from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint
+
+MOVIEPY = pytest.mark.skipif(importlib.util.find_spec("moviepy") is None, reason="moviepy is not installed")
+
+
+class Lever(gym.Env):
+    """Ten pulls an episode; action 1 is worth 1, action 0 nothing."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.t, self.render_mode = 0, render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.zeros(2, np.float32), float(action), False, self.t == 10, {}
+
+
+gym.register("Lever-v0", Lever)
+
+
+@pytest.fixture(scope="module")
+def ppo_run(tmp_path_factory) -> Path:
+    runs_dir = str(tmp_path_factory.mktemp("ppo"))
+    return ppo.main(ppo.Args(total_timesteps=256, num_envs=1, num_steps=128, eval_episodes=3, runs_dir=runs_dir))
+
+
+@pytest.fixture(scope="module")
+def ippo_run(tmp_path_factory) -> Path:
+    """With the normalisers, whose statistics play a part in what the policies do."""
+    return ippo.main(
+        ippo.Args(
+            total_timesteps=1000,
+            num_envs=1,
+            num_steps=100,
+            eval_episodes=3,
+            normalize_obs=True,
+            runs_dir=str(tmp_path_factory.mktemp("ippo")),
+        )
+    )
+
+
+@pytest.fixture
+def run_folder(request) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def last_values(folder: Path) -> dict[str, float]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("run_folder", ["ppo_run", "ippo_run"], indirect=True)
+def test_greedy_play_equals_the_evaluation_of_the_run(run_folder, capsys):
+    metrics = enjoy.main(enjoy.Args(run_folder, episodes=3, greedy=True, seed=1 + EVAL_SEED))
+    of_run = {tag: value for tag, value in last_values(run_folder).items() if tag.startswith("eval/")}
+    assert metrics == {tag: pytest.approx(value, rel=1e-6) for tag, value in of_run.items()}
+
+    lines = capsys.readouterr().out.splitlines()
+    mean, std, length = (metrics[f"eval/{name}"] for name in ("ep_reward", "std_ep_reward", "ep_length"))
+    step = load_checkpoint(run_folder)["step"]
+    env_id, name = ("mpe/simple_spread_v3", "ippo") if len(metrics) > 3 else ("CartPole-v1", "ppo")
+    assert lines[0] == f"{env_id}, {name} at step {step:,}, 3 episodes"
+    assert lines[1] == f"return {mean:.2f} ± {std:.2f}, length {length:.1f}"
+    agents = [f"  ep_reward_agent_{i} {metrics[f'eval/ep_reward_agent_{i}']:.2f}" for i in range(3)]
+    assert lines[2:] == (agents if name == "ippo" else [])
+
+
+def test_greedy_and_sampled(tmp_path, capsys):
+    """A policy that pulls the lever three times out of four."""
+    folder = ppo.main(ppo.Args(env_id="Lever-v0", total_timesteps=512, eval_episodes=0, runs_dir=str(tmp_path)))
+    checkpoint = load_checkpoint(folder)
+    actor = {key: x for key, x in checkpoint["modules"]["agent"].items() if key.startswith("actor.4")}
+    actor["actor.4.weight"].zero_()
+    actor["actor.4.bias"][:] = torch.tensor([0.25, 0.75]).log()
+    torch.save(checkpoint, folder / "checkpoint.pt")
+
+    enjoy.main(enjoy.Args(folder, episodes=5, greedy=True))
+    assert "return 10.00 ± 0.00, length 10.0\n" in capsys.readouterr().out
+    metrics = enjoy.main(enjoy.Args(folder, episodes=100))
+    assert 7 < metrics["eval/ep_reward"] < 8 and 1 < metrics["eval/std_ep_reward"] < 1.8  # 7.5 and 1.37
+    assert enjoy.main(enjoy.Args(folder, episodes=100)) == metrics  # by seed
+    assert enjoy.main(enjoy.Args(folder, episodes=100, seed=2)) != metrics
+
+
+@MOVIEPY
+@pytest.mark.parametrize(
+    "run_folder, suffix", [("ppo_run", ".gif"), ("ppo_run", ".mp4"), ("ippo_run", ".gif")], indirect=["run_folder"]
+)
+def test_film(run_folder, suffix, tmp_path, capsys):
+    from moviepy import VideoFileClip
+
+    path = tmp_path / "new" / f"film{suffix}"
+    metrics = enjoy.main(enjoy.Args(run_folder, episodes=1, video=path))
+    assert f"video: {path}" in capsys.readouterr().out
+    assert path.read_bytes()[: 6 if suffix == ".gif" else 8][-4:] in (b"F89a", b"ftyp")
+    with VideoFileClip(str(path)) as clip:
+        frames = [frame.copy() for frame in clip.iter_frames()]
+    assert frames[0].ndim == 3 and frames[0].std() > 0
+    assert abs(len(frames) - metrics["eval/ep_length"]) <= 2
+    assert any(not np.array_equal(frames[0], frame) for frame in frames[1:])  # something moves
+
+
+@MOVIEPY
+def test_film_at_the_end_of_training(tmp_path):
+    args = ppo.Args(total_timesteps=512, eval_episodes=0, capture_video=True, runs_dir=str(tmp_path))
+    folder = ppo.main(args)
+    assert (folder / "videos" / "step-512.mp4").stat().st_size > 1000
+
+
+def test_render_in_a_window(ppo_run, monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")  # a window that nobody sees
+    assert enjoy.main(enjoy.Args(ppo_run, episodes=1, render=True))["eval/ep_length"] > 0
+
+
+def test_command(ppo_run, tmp_path):
+    def command(*flags):
+        line = [sys.executable, "-m", "cleanmarl.enjoy", *map(str, flags)]
+        return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+    done = command(ppo_run, "--episodes", 2, "--greedy")
+    assert done.returncode == 0 and not done.stderr
+    assert re.search(r"^return \d+\.\d\d ± \d+\.\d\d, length \d+\.\d$", done.stdout, re.MULTILINE)
+    done = command(tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == f"enjoy: {tmp_path} is not a run folder: it has no readable args.json\n"
+
+
+def test_what_cannot_be_played(ppo_run, tmp_path):
+    def refused(**changes) -> str:
+        with pytest.raises(UsageError) as error:
+            enjoy.main(enjoy.Args(**{"run_dir": folder} | changes))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    meta = json.loads((ppo_run / "args.json").read_text())
+    folder = tmp_path
+    assert "not a run folder" in refused(run_dir=tmp_path / "nowhere")
+    assert "not a run folder" in refused(run_dir=ppo_run / "args.json")
+    for text in ("{", "[1, 2]", '{"script": "ppo"}', '"ppo"'):
+        (folder / "args.json").write_text(text)
+        assert "not a run folder" in refused(), text
+    (folder / "args.json").write_text(json.dumps(meta))
+    assert "has no checkpoint.pt" in refused()
+    (folder / "checkpoint.pt").write_bytes((ppo_run / "checkpoint.pt").read_bytes()[:1000])
+    assert "checkpoint.pt" in refused()  # damaged
+    (folder / "args.json").write_text(json.dumps(meta | {"script": "no_such_script"}))
+    assert "no_such_script" in refused()
+    (folder / "args.json").write_text(json.dumps(meta | {"args": meta["args"] | {"no_such_flag": 1}}))
+    assert "no_such_flag" in refused()
+    folder = ppo_run
+    assert "--episodes" in refused(episodes=0)
+    assert ".mp4 or .gif" in refused(video=Path("film.avi"))
+
+
+def test_film_without_moviepy(ppo_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "moviepy", None)  # Python's own way to say that a package is not there
+    with pytest.raises(UsageError, match="needs the package moviepy: pip install moviepy"):
+        enjoy.main(enjoy.Args(ppo_run, episodes=1, video=tmp_path / "film.gif"))
+    assert not list(tmp_path.iterdir())
