@@ -21,6 +21,7 @@ import json
 import math
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -237,7 +238,8 @@ class Run:
 
     def _make_folder(self) -> None:
         args = self.args
-        name = f"{args.env_id.replace('/', '-')}__{self.script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        env_id = re.sub(r"[^\w.=-]+", "-", args.env_id)
+        name = f"{env_id}__{self.script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         packages = ["torch", "numpy", "gymnasium", "envpool", "pettingzoo", "mpe2", "tensorboard"]
         meta = {
             "script": self.script,

@@ -19,10 +19,12 @@ Autoreset is SAME_STEP: where an episode ends, all of these already belong to th
 Agents with different spaces are padded to the widest: observations with zeros, actions with illegal ones.
 """
 
+import ast
 import difflib
 import importlib
 import os
 import time
+import urllib.parse
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -103,9 +105,12 @@ def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
     """Build `num_envs` copies of the multi-agent environment `family/name`.
 
     `options` go to the environment: `max_cycles`, `continuous_actions`, `render_mode`, for `mpe/simple_spread_v3` also
-    `N` and `local_ratio`, and so on; `num_workers` for the families that run in worker processes.
+    `N` and `local_ratio`, and so on; `num_workers` for the families that run in worker processes. They may stand in the
+    id too, which is how a command line gives them: `mpe/simple_spread_v3?N=5&local_ratio=0`.
     Raises EnvError with one line for an unknown id (naming near ones), a missing package, or an option nobody knows.
     """
+    env_id, _, query = env_id.partition("?")
+    options = {key: _literal(value) for key, value in urllib.parse.parse_qsl(query)} | options
     family, _, name = env_id.partition("/")
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
@@ -116,6 +121,14 @@ def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
             f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?"
         )
     return importlib.import_module(f"cleanmarl.envs.{family}").make(name, num_envs, **options)
+
+
+def _literal(text: str) -> Any:
+    """5, 0.5, True, None as Python reads them, anything else as text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def unknown_name(env_id: str, known) -> EnvError:

@@ -1,0 +1,266 @@
+"""Bad input: one line on stderr that says what to do, exit status 2, and nothing written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cleanmarl import ippo, ppo
+from cleanmarl.run import launch, load_checkpoint
+
+SCRIPTS = {"ppo": ppo, "ippo": ippo}
+FOLDER = Path(ppo.__file__).parent
+
+CONTINUOUS = """
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
+
+class Push(ParallelEnv):
+    metadata = {"name": "push"}
+    possible_agents = ["a", "b"]
+
+    def observation_space(self, agent):
+        return spaces.Box(-1, 1, (2,))
+
+    def action_space(self, agent):
+        return spaces.Box(-1, 1, (2,))
+
+    def reset(self, seed=None, options=None):
+        self.agents = list(self.possible_agents)
+        return {agent: np.zeros(2) for agent in self.agents}, {agent: {} for agent in self.agents}
+
+parallel_env = Push
+"""
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capfd):
+    """The script on the command line given, which must be refused; returns the line it prints."""
+
+    def refused(script: str, *flags) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", "--runs-dir", str(tmp_path / "runs"), *map(str, flags)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            launch(SCRIPTS[script].main, SCRIPTS[script].Args)
+        out, err = capfd.readouterr()
+        assert stopped.value.code == 2 and not out
+        assert err.startswith(f"{script}: ") and err.count("\n") == 1 and err.endswith("\n")
+        assert sorted(tmp_path.rglob("*")) == before
+        return err
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    "script, flags, text",
+    [
+        # environments
+        ("ppo", "--env-id CartPol-v1", "unknown environment 'CartPol-v1'; did you mean CartPole-v1"),
+        ("ppo", "--env-id CartPole-v9", "did you mean CartPole-v1"),
+        ("ppo", "--env-id xyzzy", "unknown environment 'xyzzy'"),
+        ("ppo", "--env-id no_such_package:Game-v0", "unknown environment 'no_such_package:Game-v0'"),
+        ("ippo", "--env-id mpe/simple_sprad_v3", "did you mean mpe/simple_spread_v3"),
+        ("ippo", "--env-id pz/mpe2/simple_sprad_v3", "did you mean pz/mpe2/simple_spread_v3"),
+        ("ippo", "--env-id mpee/simple_spread_v3", "did you mean mpe/simple_spread_v3?"),
+        ("ippo", "--env-id nowhere/nothing", "multi-agent ids are family/name"),
+        ("ippo", "--env-id CartPole-v1", "multi-agent ids are family/name"),
+        # spaces
+        ("ppo", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box(-2.0, 2.0"),
+        ("ppo", "--env-id Blackjack-v1", "needs Box or Discrete observations and Blackjack-v1 has Tuple("),
+        # sizes
+        ("ppo", "--num-envs 3 --num-steps 5", "num_envs * num_steps = 15 is not divisible by --num-minibatches 4"),
+        ("ippo", "--num-envs 3 --num-steps 5", "15 samples of a rollout are not divisible by --num-minibatches 2"),
+        ("ippo", "--num-envs 1 --num-steps 1 --share-parameters", "3 samples of a rollout are not divisible"),
+        ("ppo", "--total-timesteps 511", "--total-timesteps 511 is less than one rollout, num_envs * num_steps = 512"),
+        ("ppo", "--total-timesteps -5", "--total-timesteps -5 is less than one rollout"),
+        ("ippo", "--total-timesteps 799", "--total-timesteps 799 is less than one rollout, num_envs * num_steps = 800"),
+        ("ippo", "--total-timesteps 0", "--total-timesteps 0 is less than one rollout"),
+        ("ippo", "--hidden-dim 0", "--hidden-dim must be greater than 0, not 0"),
+        ("ippo", "--gamma 1.5", "--gamma must be in [0, 1]"),
+        ("ippo", "--gae-lambda 0.9 -0.1 0.9", "--gae-lambda must be in [0, 1]"),
+        ("ippo", "--learning-rate 0.1 0.1 0", "--learning-rate must be greater than 0, not 0"),
+        ("ppo", "--learning-rate nan", "--learning-rate must be greater than 0, not nan"),
+        ("ppo", "--seed -1", "--seed must be in [0, 2^32), not -1"),
+        ("ippo", "--seed 4294967296", "--seed must be in [0, 2^32), not 4294967296"),
+        # settings per agent
+        ("ippo", "--gamma 0.9 0.9", "--gamma takes one value or one for each of 3 agents, not 2"),
+        ("ippo", "--learning-rate 1 1 1 1", "--learning-rate takes one value or one for each of 3 agents, not 4"),
+        ("ippo", "--lr-schedule linear constant", "--lr-schedule takes one value or one for each of 3 agents, not 2"),
+        ("ippo", "--update-epochs 1 2", "--update-epochs takes one value or one for each of 3 agents, not 2"),
+        ("ippo", "--share-parameters --clip-coef 0.1 0.2 0.3", "--clip-coef takes one value with --share-parameters"),
+        ("ippo", "--share-parameters --ent-coef 0 0 0", "--ent-coef takes one value with --share-parameters, not 3"),
+        # devices
+        ("ppo", "--device nonsense", "--device nonsense is not there"),
+        ("ippo", "--device cuda:63", "--device cuda:63 is not there"),
+        ("ppo", "--device xpu", "--device xpu is not there"),
+        # other runs
+        ("ppo", "--resume nowhere", "nowhere is not a run folder"),
+    ],
+)
+def test_refused(script, flags, text, refused):
+    assert text in refused(script, *flags.split())
+
+
+SIZES = ["num-envs", "num-steps", "num-minibatches", "update-epochs", "learning-rate", "torch-threads"]
+SIZES += ["checkpoint-interval", "max-grad-norm", "clip-coef"]
+
+
+@pytest.mark.parametrize("script", ["ppo", "ippo"])
+@pytest.mark.parametrize("flag", SIZES)
+def test_zero_and_negative_sizes(script, flag, refused):
+    for value in ("0", "-3"):
+        assert f"--{flag} must be greater than 0, not {value}" in refused(script, f"--{flag}", value)
+
+
+@pytest.mark.parametrize("flag", ["learning-rate", "gamma", "update-epochs", "lr-schedule", "reward-scale"])
+def test_no_value_for_any_agent(flag, refused):
+    assert f"--{flag} takes one value or one for each" in refused("ippo", f"--{flag}")
+
+
+def test_per_agent_settings_of_two_unlike_agents(refused):
+    flags = ["--env-id", "mpe/simple_speaker_listener_v4", "--gamma", 0.9, 0.9, 0.9]
+    assert "--gamma takes one value or one for each of 2 agents, not 3" in refused("ippo", *flags)
+
+
+def test_continuous_actions_for_ippo(tmp_path_factory, refused, monkeypatch):
+    module = tmp_path_factory.mktemp("package") / "pushing"
+    module.mkdir()
+    (module / "__init__.py").touch()
+    (module / "push_v0.py").write_text(CONTINUOUS)
+    monkeypatch.syspath_prepend(module.parent)
+    line = refused("ippo", "--env-id", "pz/pushing/push_v0", "--num-envs", 1)
+    assert "ippo.py needs discrete actions and those of pz/pushing/push_v0 are continuous" in line
+
+
+@pytest.mark.parametrize("script", ["ppo", "ippo"])
+def test_a_file_where_the_runs_should_be(script, tmp_path, refused):
+    (tmp_path / "runs").write_text("in the way")
+    line = refused(script)
+    assert "cannot write the run folder" in line and "choose another place with --runs-dir" in line
+    assert (tmp_path / "runs").read_text() == "in the way"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(tmp_path, refused):
+    (tmp_path / "runs").mkdir(mode=0o500)
+    assert "cannot write the run folder" in refused("ppo")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("script", ["ppo", "ippo"])
+def test_no_gpu(script, refused):
+    line = refused(script, "--device", "cuda")
+    assert "--device cuda is not there" in line and "--device cpu always is" in line
+
+
+# ------------------------------------------------------------------------------------------------------------- packages
+
+
+@pytest.mark.parametrize(
+    "package, flags, text",
+    [
+        ("wandb", "--track", "--track needs the package wandb: pip install wandb"),
+        ("moviepy", "--capture-video", "--capture-video needs the package moviepy: pip install moviepy"),
+        ("ale_py", "--env-id ALE/Breakout-v5", "needs the package ale-py: python bootstrap.py atari"),
+        ("Box2D", "--env-id LunarLander-v3", "LunarLander-v3 needs a package that is missing: Box2D is not installed"),
+    ],
+)
+def test_missing_package(package, flags, text, refused, monkeypatch):
+    """None in sys.modules is Python's own way to say that a package is not there."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or ".box2d" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert text in refused("ppo", *flags.split())
+
+
+# --------------------------------------------------------------------------------------------------------------- resume
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """A complete run of each script."""
+    runs_dir, sizes = str(tmp_path_factory.mktemp("runs")), {"num_envs": 2, "num_steps": 32, "eval_episodes": 0}
+    return {
+        "ppo": ppo.main(ppo.Args(runs_dir=runs_dir, total_timesteps=128, **sizes)),
+        "ippo": ippo.main(ippo.Args(runs_dir=runs_dir, total_timesteps=128, **sizes)),
+    }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "script, run, flags, text",
+    [
+        ("ppo", "ippo", "", "is a run of ippo.py, not of ppo.py"),
+        ("ippo", "ppo", "", "is a run of ppo.py, not of ippo.py"),
+        ("ppo", "ppo", "--gamma 0.5", "--gamma 0.5 would change the learning of the run to resume, which has 0.99"),
+        ("ppo", "ppo", "--env-id Acrobot-v1", "--env-id Acrobot-v1 would change the learning"),
+        ("ppo", "ppo", "--no-anneal-lr", "--anneal-lr False would change the learning"),
+        ("ippo", "ippo", "--gamma 0.5 0.5 0.5", "--gamma (0.5, 0.5, 0.5) would change the learning"),
+        ("ippo", "ippo", "--seed 2", "--seed 2 would change the learning"),
+        ("ippo", "ippo", "--share-parameters", "--share-parameters True would change the learning"),
+        ("ppo", "ppo", "", "is complete at step 128; raise --total-timesteps"),
+        ("ippo", "ippo", "--total-timesteps 100", "is complete at step 128; raise --total-timesteps"),
+    ],
+)
+def test_resume_refused(script, run, flags, text, runs, refused):
+    before = contents(runs[run])
+    assert text in refused(script, "--resume", runs[run], *flags.split())
+    assert contents(runs[run]) == before
+
+
+def test_resume_of_damaged_folders(runs, tmp_path, refused):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert "is not a run folder" in refused("ppo", "--resume", folder)
+    meta = json.loads((runs["ppo"] / "args.json").read_text())
+    (folder / "args.json").write_text(json.dumps(meta))
+    assert "has no checkpoint.pt" in refused("ppo", "--resume", folder)
+    (folder / "checkpoint.pt").write_bytes((runs["ppo"] / "checkpoint.pt").read_bytes()[:-2000])
+    assert "checkpoint.pt is damaged" in refused("ppo", "--resume", folder)
+    (folder / "args.json").write_text(json.dumps(meta | {"args": meta["args"] | {"flag_of_old": 1}}))
+    assert "is a run of another version of ppo.py" in refused("ppo", "--resume", folder)
+
+
+def test_what_resume_may_change(runs, tmp_path, monkeypatch):
+    """The other side: nothing that leaves the learning as it is gets refused."""
+    flags = f"--resume {runs['ppo']} --total-timesteps 192 --checkpoint-interval 64 --eval-episodes 1 --torch-threads 2"
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split(), "--runs-dir", str(tmp_path)])
+    try:
+        launch(ppo.main, ppo.Args)
+    finally:
+        torch.set_num_threads(1)
+    assert load_checkpoint(runs["ppo"])["step"] == 192 and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------- as the user's shell sees it
+
+
+def command(*line, cwd: Path, **environment) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, *line], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_command_by_path(tmp_path):
+    done = command(FOLDER / "ppo.py", "--env-id", "CartPol-v1", cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
+    assert done.stderr == "ppo: unknown environment 'CartPol-v1'; did you mean CartPole-v1 or CartPole-v0?\n"
+
+
+def test_command_by_module_without_a_package(tmp_path):
+    """wandb is there but broken: importing it fails."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text("raise ImportError('no wandb here')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    (tmp_path / "empty").mkdir()
+    done = command("-m", "cleanmarl.ippo", "--track", cwd=tmp_path / "empty", PYTHONPATH=path)
+    assert done.returncode == 2 and not done.stdout and not list((tmp_path / "empty").iterdir())
+    assert done.stderr == "ippo: --track needs the package wandb: pip install wandb\n"
