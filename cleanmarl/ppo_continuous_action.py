@@ -112,26 +112,22 @@ def layer_init(layer: nn.Linear, std: float = np.sqrt(2)) -> nn.Linear:
     return layer
 
 
-class RunningMeanStd(nn.Module):
-    """Mean and variance (K,) of everything seen so far, in float64 NumPy; a checkpoint of the agent holds them too."""
+class RunningMeanStd:
+    """Mean and standard deviation of everything seen so far (Welford 1962), in NumPy's float64."""
 
-    def __init__(self, size: int):
-        super().__init__()
-        self.mean, self.var, self.count = np.zeros(size), np.ones(size), 1e-4
+    def __init__(self, shape: int | tuple = ()):
+        self.count, self.mean, self.squares = np.array(1e-4), np.zeros(shape), np.full(shape, 1e-4)
 
     def update(self, x: np.ndarray) -> None:
-        """Merge in a batch (N, K), one row from each environment (Chan et al. 1979)."""
-        count = self.count + len(x)
-        delta = x.mean(0) - self.mean
-        self.var = (self.count * self.var + len(x) * (x.var(0) + delta**2 * self.count / count)) / count
-        self.mean = self.mean + delta * len(x) / count
-        self.count = count
+        """Take in one row from each environment, x (N, ...)."""
+        self.count += len(x)
+        delta = x - self.mean
+        self.mean += delta.sum(0) / self.count
+        self.squares += (delta * (x - self.mean)).sum(0)
 
-    def get_extra_state(self) -> dict:
-        return {"mean": torch.tensor(self.mean), "var": torch.tensor(self.var), "count": self.count}
-
-    def set_extra_state(self, state: dict) -> None:
-        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), state["count"]
+    @property
+    def std(self) -> np.ndarray:
+        return np.sqrt(self.squares / self.count + 1e-8)
 
 
 class Agent(nn.Module):
@@ -157,19 +153,26 @@ class Agent(nn.Module):
         )
         # detail continuous-2: the log standard deviation is a parameter, the same in every state, 0 at first
         self.log_std = nn.Parameter(torch.zeros(num_actions))
-        self.obs_stats = RunningMeanStd(obs_size)
-        self.return_stats = RunningMeanStd(1)
-        self.running_return = np.zeros((envs.num_envs, 1))  # discounted, of the episodes under way
+        self.obs_stats, self.return_stats = RunningMeanStd(obs_size), RunningMeanStd()
+        self.running_return = np.zeros(envs.num_envs)  # discounted, of the episodes under way
+
+    def get_extra_state(self) -> dict:  # part of the state_dict: a checkpoint holds the statistics too
+        stats = {"obs": self.obs_stats, "return": self.return_stats}
+        return {name: {key: torch.tensor(x) for key, x in vars(s).items()} for name, s in stats.items()}
+
+    def set_extra_state(self, state: dict) -> None:
+        for name, stats in {"obs": self.obs_stats, "return": self.return_stats}.items():
+            vars(stats).update({key: x.numpy().copy() for key, x in state[name].items()})
 
     def normalize_obs(self, obs: np.ndarray) -> np.ndarray:
-        # detail continuous-6: normalization of observation
-        obs = (obs - self.obs_stats.mean) / np.sqrt(self.obs_stats.var + 1e-8)
+        # detail continuous-6: normalization of observations by one mean and deviation for all environments
+        obs = (obs - self.obs_stats.mean) / self.obs_stats.std
         # detail continuous-7: observation clipping
         return obs.clip(-10, 10).astype(np.float32)
 
-    def normalize_reward(self, reward: np.ndarray) -> np.ndarray:
-        # detail continuous-8: reward scaling by the standard deviation of the discounted return; no mean is taken off
-        reward = reward / np.sqrt(self.return_stats.var + 1e-8)
+    def scale_reward(self, reward: np.ndarray) -> np.ndarray:
+        # detail continuous-8: reward scaling by the deviation of the discounted return; the mean stays
+        reward = reward / self.return_stats.std
         # detail continuous-9: reward clipping
         return reward.clip(-10, 10)
 
@@ -232,10 +235,10 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
         rollout.action[t] = (mean + noise[t]).cpu().numpy()
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
-        agent.running_return = agent.running_return * args.gamma + reward[:, None]
+        agent.running_return = agent.running_return * args.gamma + reward
         agent.return_stats.update(agent.running_return)
         agent.running_return[rollout.done[t]] = 0
-        rollout.reward[t] = agent.normalize_reward(reward)
+        rollout.reward[t] = agent.scale_reward(reward)
         agent.obs_stats.update(obs)
         obs = agent.normalize_obs(obs)
         if "_episode" in info:
@@ -329,7 +332,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
         if args.target_kl is not None and stats[3] > args.target_kl:
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    return {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
+    return metrics
 
 
 def main(args: Args) -> Path:
@@ -339,7 +344,7 @@ def main(args: Args) -> Path:
     batch_size = args.num_envs * args.num_steps
     message = f"num_envs * num_steps = {batch_size} is not divisible by --num-minibatches {args.num_minibatches}"
     check(batch_size % args.num_minibatches == 0, message)
-    message = f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {batch_size}"
+    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
     device = find_device(args.device)
     seed_everything(args.seed, args.torch_threads)
@@ -372,8 +377,6 @@ def main(args: Args) -> Path:
             run.step += batch_size
             batch = estimate(agent, rollout, obs, args)
             metrics = update(agent, optimizer, batch, clip_coef, args)
-
-            metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(metrics)
 

@@ -66,7 +66,8 @@ def check_positive(args: Any, *names: str) -> None:
     """Check that these fields of args (numbers, or tuples of one number per agent) are greater than zero."""
     for name in names:
         value = getattr(args, name)
-        smallest = min(value) if isinstance(value, tuple) else value
+        # an empty tuple is a wrong length, which the script names
+        smallest = min(value, default=math.inf) if isinstance(value, tuple) else value
         check(smallest > 0, f"--{name.replace('_', '-')} must be greater than 0, not {smallest}")
 
 

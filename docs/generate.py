@@ -121,7 +121,8 @@ def test_tags() -> list[Tag]:
 
 def link(tag: Tag, text: str, up: str) -> str:
     """A link to a line of a source page, from a page whose way to the root of the docs is `up`."""
-    return f'<a href="{up}_generated/source/{Path(tag.file).stem}.html#L-{tag.line}">{escape(text)}</a>'
+    page = f"{up}_generated/source/{Path(tag.file).stem}.html"
+    return f'<a href="{page}#L-{tag.line}">{escape(text).replace("_", "_<wbr>")}</a>'  # <wbr>: a line may break there
 
 
 def details_table(ids, tags: list[Tag], tests: list[Tag], up: str) -> str:
@@ -130,7 +131,8 @@ def details_table(ids, tags: list[Tag], tests: list[Tag], up: str) -> str:
     for detail in ids:
         where = [link(t, f"{Path(t.file).name}:{t.line}", up) for t in tags if t.detail == detail]
         proofs = {(t.file, t.test): link(t, t.test, up) for t in tests if t.detail == detail}
-        rows.append(f"| {detail} | {DETAILS[detail]} | {'<br>'.join(where)} | {'<br>'.join(proofs.values())} |")
+        name = f'<span style="white-space: nowrap">{detail}</span>'
+        rows.append(f"| {name} | {DETAILS[detail]} | {'<br>'.join(where)} | {'<br>'.join(proofs.values())} |")
     return "\n".join(rows) + "\n"
 
 

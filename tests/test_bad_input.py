@@ -77,9 +77,9 @@ def refused(tmp_path, monkeypatch, capfd):
         ("ppo", "--num-envs 3 --num-steps 5", "num_envs * num_steps = 15 is not divisible by --num-minibatches 4"),
         ("ippo", "--num-envs 3 --num-steps 5", "15 samples of a rollout are not divisible by --num-minibatches 2"),
         ("ippo", "--num-envs 1 --num-steps 1 --share-parameters", "3 samples of a rollout are not divisible"),
-        ("ppo", "--total-timesteps 511", "--total-timesteps 511 is less than one rollout, num_envs * num_steps = 512"),
+        ("ppo", "--total-timesteps 511", "--total-timesteps 511 is less than one rollout"),
         ("ppo", "--total-timesteps -5", "--total-timesteps -5 is less than one rollout"),
-        ("ippo", "--total-timesteps 799", "--total-timesteps 799 is less than one rollout, num_envs * num_steps = 800"),
+        ("ippo", "--total-timesteps 799", "--total-timesteps 799 is less than one rollout"),
         ("ippo", "--total-timesteps 0", "--total-timesteps 0 is less than one rollout"),
         ("ippo", "--hidden-dim 0", "--hidden-dim must be greater than 0, not 0"),
         ("ippo", "--gamma 1.5", "--gamma must be in [0, 1]"),
@@ -146,10 +146,9 @@ def test_a_file_where_the_runs_should_be(script, tmp_path, refused):
     assert (tmp_path / "runs").read_text() == "in the way"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission(tmp_path, refused):
-    (tmp_path / "runs").mkdir(mode=0o500)
-    assert "cannot write the run folder" in refused("ppo")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs a place where not even root may write")
+def test_a_place_where_nobody_may_write(refused):
+    assert "cannot write the run folder /proc/runs/CartPole-v1__ppo" in refused("ppo", "--runs-dir", "/proc/runs")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -232,16 +231,13 @@ def test_resume_of_damaged_folders(runs, tmp_path, refused):
 
 def test_what_resume_may_change(runs, tmp_path, monkeypatch):
     """The other side: nothing that leaves the learning as it is gets refused."""
-    flags = f"--resume {runs['ppo']} --total-timesteps 192 --checkpoint-interval 64 --eval-episodes 1 --torch-threads 2"
+    flags = f"--resume {runs['ppo']} --total-timesteps 192 --checkpoint-interval 64 --eval-episodes 1 --device cpu"
     monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split(), "--runs-dir", str(tmp_path)])
-    try:
-        launch(ppo.main, ppo.Args)
-    finally:
-        torch.set_num_threads(1)
+    launch(ppo.main, ppo.Args)
     assert load_checkpoint(runs["ppo"])["step"] == 192 and not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------- as the user's shell sees it
+# ------------------------------------------------------------------------------------------ as the user's shell sees it
 
 
 def command(*line, cwd: Path, **environment) -> subprocess.CompletedProcess:
@@ -252,7 +248,8 @@ def command(*line, cwd: Path, **environment) -> subprocess.CompletedProcess:
 def test_command_by_path(tmp_path):
     done = command(FOLDER / "ppo.py", "--env-id", "CartPol-v1", cwd=tmp_path)
     assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
-    assert done.stderr == "ppo: unknown environment 'CartPol-v1'; did you mean CartPole-v1 or CartPole-v0?\n"
+    assert done.stderr.startswith("ppo: unknown environment 'CartPol-v1'; did you mean CartPole-v1")
+    assert done.stderr.count("\n") == 1
 
 
 def test_command_by_module_without_a_package(tmp_path):

@@ -136,6 +136,23 @@ def test_first_ratio_is_one(env_id, shared, toy, request):
     torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_actor_that_acts_is_the_actor_that_learns(shared):
+    args = ippo.Args(share_parameters=shared, normalize_obs=True)
+    agent = ippo.Agent(ippo.make_envs(args, 1), args)
+    with torch.no_grad():
+        agent.actor[-1].weight *= 100
+        agent.obs_stats.mean.normal_()
+        agent.obs_stats.var.uniform_(0.1, 2)
+    features = agent.features(np.random.default_rng(0).normal(size=(7, 3, 18)).astype(np.float32))
+    theirs = agent.actor(agent.normalize(torch.from_numpy(features)))
+    torch.testing.assert_close(torch.from_numpy(ippo.numpy_actor(agent)(features)), theirs, atol=1e-5, rtol=1e-5)
+    noise = ippo.gumbel_noise(20_000, *theirs.shape)
+    action = (ippo.numpy_actor(agent)(features) + noise).argmax(-1)  # (20000, M, B)
+    frequency = np.stack([(action == k).mean(0) for k in range(5)], -1)
+    np.testing.assert_allclose(frequency, theirs.softmax(-1).detach(), atol=0.02)
+
+
 def test_the_loss_of_an_agent_has_no_gradient_on_the_parameters_of_another():
     args = ippo.Args(**SMALL)
     agent, _, batch = collected(args)
@@ -253,7 +270,7 @@ def test_death_and_the_end_of_an_episode_cut_the_returns_of_an_agent(toy):
     assert (rollout.reward[:, 0, 1] == np.where(time < 3, 20, 0)).all()  # environment 0 terminates: nothing to add
     final_obs = torch.zeros(1, 3, 3)
     final_obs[0, 0, :2], final_obs[0, 2, :1] = 6, 8
-    final_value = agent.value(agent.features(final_obs)).detach()[:, 0].numpy()
+    final_value = agent.value(torch.from_numpy(agent.features(final_obs.numpy()))).detach()[:, 0].numpy()
     expected = np.array([1 + 0.9 * final_value[0], 0, 3 + 0.7 * final_value[2]])
     np.testing.assert_allclose(rollout.reward[5, 1], expected, rtol=1e-5)  # environment 1 is truncated
 
@@ -285,8 +302,8 @@ def test_axes_of_agents_and_networks_convert_back_and_forth(shared):
 def test_shared_networks_tell_agents_apart_by_id():
     agent = ippo.Agent(ippo.make_envs(ippo.Args(), 1), ippo.Args(share_parameters=True))
     assert all(len(p) == 1 for p in agent.parameters())
-    features = agent.by_agent(agent.features(torch.zeros(4, 3, 18)))
-    assert torch.equal(features[..., 18:], torch.eye(3).expand(4, 3, 3))
+    features = agent.by_agent(agent.features(np.zeros((4, 3, 18), np.float32)))
+    assert (features[..., 18:] == np.eye(3)).all()
 
 
 def test_running_statistics_are_those_of_all_living_samples():

@@ -145,6 +145,22 @@ def test_run_folder(script, env_id, num_agents, tmp_path, capsys):
     assert f"tensorboard --logdir {folder}" in out and f"python -m cleanmarl.enjoy {folder}" in out
 
 
+def test_points_of_a_curve(tmp_path, monkeypatch):
+    """However many updates there are; a point shows the mean of the episodes since the last one."""
+    monkeypatch.setattr(run_module, "CURVE_POINTS", 5)
+    with Run(Small(tmp_path), "script.py") as run:
+        for update in range(1, 101):
+            run.step = 10 * update
+            episode = {"r": np.array([update, -1.0]), "l": np.array([2 * update, 0])}
+            run.log_episodes({"episode": episode, "_episode": np.array([True, False])})
+            run.log({"train/policy_loss": update})
+    points, steps = scalars(run.folder), [200, 400, 600, 800, 1000]
+    assert points["train/policy_loss"] == [(step, step / 10) for step in steps]
+    assert points["rollout/ep_reward"] == [(step, step / 10 - 9.5) for step in steps]
+    assert points["rollout/ep_length"] == [(step, step / 5 - 19) for step in steps]
+    assert points["rollout/num_episodes"] == [(step, step / 10) for step in steps]
+
+
 @pytest.mark.parametrize("script, env_id", [("ppo", "CartPole-v1"), ("ippo", "mpe/simple_spread_v3")])
 def test_same_seed_same_run(script, env_id, tmp_path):
     one, same, other = (scalars(train(script, env_id, tmp_path, seed=seed)) for seed in (1, 1, 2))
@@ -283,6 +299,14 @@ def test_resume_with_more_steps(tmp_path):
     adam = [checkpoint["modules"]["optimizer"]["state"][0]["step"].item() for checkpoint in (half, whole)]
     assert adam == [16 * 2, 32 * 2]  # updates * minibatches
     assert json.loads((folder / "done.json").read_text())["step"] == whole["step"] == 2048
+
+
+def test_a_run_that_goes_on_is_not_done(tmp_path):
+    with Run(Small(tmp_path, total_timesteps=10), "script.py") as run:
+        run.step = 10
+    assert (run.folder / "done.json").exists()
+    with Run(Small(tmp_path, total_timesteps=20, resume=run.folder), "script.py"):
+        assert not (run.folder / "done.json").exists()
 
 
 def test_resume_remembers_the_raised_total(tmp_path, monkeypatch):
