@@ -176,7 +176,7 @@ def evaluate(envs, policy: Callable, num_episodes: int, seed: int | None = None,
                 frames.append(frame[0] if isinstance(frame, tuple | list) else frame)
             obs, _, termination, truncation, info = envs.step(policy(obs, info, done))
             done = termination | truncation
-            for i in np.flatnonzero(done & (share > 0)):
+            for i in np.flatnonzero(info.get("_episode", False) & (share > 0)):  # a lost life is done, but no episode
                 share[i] -= 1
                 returns.append(info["episode"]["r"][i])
                 lengths.append(info["episode"]["l"][i])
@@ -234,7 +234,7 @@ class Run:
         # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
         self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else None)
         self.start_step, self.start_time = self.step, time.perf_counter()
-        self.last_point = self.last_checkpoint = self.step
+        self.last_point = self.last_checkpoint = self.last_step = self.step
         self.last_line = self.start_time
 
     def _make_folder(self) -> None:
@@ -250,10 +250,8 @@ class Run:
             "git_commit": _git_commit(),
         }
         self.folder = Path(args.runs_dir, name)
-        while self.folder.exists():  # two runs of one seed started in one second do not share a folder
-            self.folder = self.folder.with_name(self.folder.name + "-again")
         try:
-            self.folder.mkdir(parents=True)
+            self.folder = _new_folder(self.folder)
             self._write_json("args.json", meta)
         except OSError as error:
             reason = f"cannot write the run folder {self.folder} ({error.strerror})"
@@ -334,13 +332,15 @@ class Run:
                     saved = f"last good checkpoint: step {self.last_checkpoint:,} in {self.folder}"
                 raise NonFiniteError(f"{key} is {value} at step {self.step:,}; {saved}")
         total = self.args.total_timesteps
-        if self.step - self.last_point >= total // CURVE_POINTS or self.step >= total:
+        is_last = self.step + (self.step - self.last_step) > total  # another update of this size would not fit
+        self.last_step = self.step
+        if self.step - self.last_point >= total // CURVE_POINTS or is_last:
             self.last_point = self.step
             episodes = {key: float(np.mean(values)) for key, values in self.episodes.items()}
             episodes["rollout/num_episodes"] = self.num_episodes
             self.episodes.clear()
             self.write(metrics | episodes | {"time/SPS": self._sps()})
-            self._show(episodes)
+            self._show(episodes, is_last)
         if self.stop_signal is not None:
             self.save()
             print(f"stopped at step {self.step:,}; continue with --resume {self.folder}", flush=True)
@@ -375,13 +375,13 @@ class Run:
     def _sps(self) -> float:
         return (self.step - self.start_step) / (time.perf_counter() - self.start_time)
 
-    def _show(self, episodes: dict[str, float]) -> None:
+    def _show(self, episodes: dict[str, float], is_last: bool) -> None:
         return_ = episodes.get("rollout/ep_reward")
         if self.bar is not None:
             self.bar.update(self.step - self.bar.n)
             if return_ is not None:
                 self.bar.set_postfix_str(f"return {return_:.1f}", refresh=False)
-        elif time.perf_counter() - self.last_line >= LINE_SECONDS or self.step >= self.args.total_timesteps:
+        elif time.perf_counter() - self.last_line >= LINE_SECONDS or is_last:
             self.last_line, total, sps = time.perf_counter(), self.args.total_timesteps, self._sps()
             left = timedelta(seconds=round((total - self.step) / sps))
             latest = "" if return_ is None else f"  return {return_:.1f}"
@@ -417,6 +417,16 @@ class Run:
             torch.cuda.set_rng_state_all(randoms["cuda"])
         name, keys, *numbers = randoms["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
+
+
+def _new_folder(folder: Path) -> Path:
+    """Make it; two runs of one seed that start in one second get two folders."""
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            folder = folder.with_name(f"{folder.name}-again")
 
 
 def _import(package: str, flag: str) -> Any:

@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,6 +144,19 @@ def test_run_folder(script, env_id, num_agents, tmp_path, capsys):
     assert not (folder / "checkpoint.tmp").exists()
     out = capsys.readouterr().out
     assert f"tensorboard --logdir {folder}" in out and f"python -m cleanmarl.enjoy {folder}" in out
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
+    """Eight at the same moment, a hundred times."""
+    together = threading.Barrier(8)
+
+    def make_folder(attempt: int) -> Path:
+        together.wait()
+        return run_module._new_folder(tmp_path / f"run_{attempt // 8}")
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(make_folder, range(800)))
+    assert len(set(folders)) == 800 and sorted(folders) == sorted(tmp_path.iterdir())
 
 
 def test_points_of_a_curve(tmp_path, monkeypatch):
@@ -382,7 +396,7 @@ def test_signal_saves_and_leaves_no_process(signum, status, tmp_path, monkeypatc
         workers = children(process.pid)
         assert workers and not any(map(gone, workers)) and not (folder / "checkpoint.pt").exists()
         process.send_signal(signum)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         assert process.returncode == status and not err
     wait_for(lambda: all(map(gone, workers)), 5)
     step = load_checkpoint(folder)["step"]
@@ -408,7 +422,7 @@ def test_second_interrupt_stops_at_once(tmp_path):
         time.sleep(0.5)
         assert process.poll() is None  # it tries to finish the update
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=30)
         assert process.returncode == 130 and not err
 
 
@@ -453,6 +467,7 @@ def test_non_finite_loss_stops(tmp_path, monkeypatch, capsys):
     assert scalars(folder)["train/policy_loss"][-1][0] == 384 and not (folder / "done.json").exists()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_non_finite_loss_before_the_first_checkpoint(tmp_path):
     with pytest.raises(NonFiniteError) as error:
         train("ippo", "mpe/simple_spread_v3", tmp_path, reward_scale=(math.inf,))
