@@ -160,6 +160,7 @@ class Agent(nn.Module):
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
         self.num_agents, self.shared = envs.num_agents, args.share_parameters
+        self.ids = np.eye(self.num_agents, dtype=np.float32)
         num_networks = 1 if self.shared else self.num_agents
         obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
         num_actions, hidden = int(envs.action_sizes.max()), args.hidden_dim
@@ -191,8 +192,9 @@ class Agent(nn.Module):
     def features(self, obs: np.ndarray) -> np.ndarray:
         """What the networks see: obs (R, A, D), with ids if they are shared -> (M, B, D), not yet normalised."""
         if self.shared:
-            ids = np.broadcast_to(np.eye(self.num_agents, dtype=np.float32), (len(obs), *[self.num_agents] * 2))
-            obs = np.concatenate([obs, ids], axis=-1)
+            with_ids = np.empty((*obs.shape[:2], obs.shape[2] + self.num_agents), np.float32)
+            with_ids[..., : obs.shape[2]], with_ids[..., obs.shape[2] :] = obs, self.ids
+            obs = with_ids
         return self.by_network(obs)
 
     def normalize(self, features: torch.Tensor) -> torch.Tensor:
@@ -378,14 +380,14 @@ def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) ->
 
     entropy = -(log_probs.exp() * log_probs).sum(-1)
 
-    policy_loss, value_loss, entropy = (torch.stack([policy_loss, value_loss, entropy]) * weight).sum(-1)  # (M,) each
-    loss = policy_loss - settings.ent_coef * entropy + settings.vf_coef * value_loss
-
     with torch.no_grad():
+        approx_kl = ratio - 1 - log_ratio
         clipped = ((ratio - 1).abs() > settings.clip_coef).float()
-        approx_kl, clipfrac = (torch.stack([ratio - 1 - log_ratio, clipped]) * weight).sum(-1)
-        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac])
-    return loss, stats
+
+    # each (M, B), weighted and summed to (M,)
+    stats = (torch.stack([policy_loss, value_loss, entropy, approx_kl, clipped]) * weight).sum(-1)
+    loss = stats[0] + settings.vf_coef * stats[1] - settings.ent_coef * stats[2]
+    return loss, stats.detach()
 
 
 def stack_parameters(agent: Agent) -> torch.Tensor:
@@ -421,10 +423,13 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
     all_stats = []
     for epoch in range(max(args.update_epochs)):
         active &= epoch < np.array(args.update_epochs)
-        order = torch.randperm(batch_size, device=device)
-        shuffled = [x[:, order].split(batch_size // args.num_minibatches, dim=1) for x in batch]
+        shuffled = batch
+        if args.num_minibatches > 1:
+            order = torch.randperm(batch_size, device=device)
+            shuffled = [x[:, order] for x in batch]
+        minibatches = zip(*(x.split(batch_size // args.num_minibatches, dim=1) for x in shuffled))
         epoch_kl = 0.0
-        for minibatch in zip(*shuffled):
+        for minibatch in minibatches:
             loss, stats = ippo_loss(agent, Batch(*minibatch), settings, args.norm_adv)
             if target_kl.any():
                 active &= (target_kl == 0) | (stats[3].cpu().numpy() <= target_kl)
