@@ -69,9 +69,7 @@ def main() -> None:
 
     if Path(sys.prefix) != VENV:
         if not PYTHON.exists() and subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
-            sys.exit(
-                "bootstrap: this Python cannot make virtual environments (on Debian: apt install python3-venv)"
-            )
+            sys.exit("bootstrap: this Python cannot make virtual environments (on Debian: apt install python3-venv)")
         print(f"bootstrap: installing {', '.join(sorted(groups))} into .venv, which takes a few minutes", flush=True)
         sys.exit(subprocess.run([str(PYTHON), __file__, *sorted(groups)]).returncode)
 

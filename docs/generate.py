@@ -1,7 +1,7 @@
 """Write docs/_generated from the code: flags, implementation details, source pages and results. conf.py calls `main`.
 
-Nothing is imported from cleanmarl: scripts and tests are parsed, so that the docs build without torch. A tag is a comment,
-`# detail core-5: ...` in a script and `# proves core-5` in or right above a test function.
+Nothing is imported from cleanmarl: scripts and tests are parsed, so that the docs build without torch. A tag is a
+comment, `# detail core-5: ...` in a script and `# proves core-5` in or right above a test function.
 """
 
 import ast

@@ -1,12 +1,16 @@
 """The docs build without warnings, and say what the code says."""
 
+import ast
 import dataclasses
-import importlib
+import importlib.util
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from html import unescape
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -22,15 +26,19 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path.stem for path in DOCS.glob("algorithms/*.md"))
 
 
-def load_generate():
-    sys.path.insert(0, str(DOCS))
-    try:
-        return importlib.import_module("generate")
-    finally:
-        sys.path.remove(str(DOCS))
+def load_generate(docs: Path) -> ModuleType:
+    """docs/generate.py, or a copy of it that works on the tree around `docs`."""
+    docs.mkdir(exist_ok=True)
+    path = docs / "generate.py"
+    if not path.exists():
+        shutil.copy(DOCS / "generate.py", path)
+    spec = importlib.util.spec_from_file_location("generate", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-generate = load_generate()
+generate = load_generate(DOCS)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +51,11 @@ def site(tmp_path_factory) -> Path:
     return out / "html"
 
 
-def text_of(page: Path) -> str:
-    """A page without its markup."""
-    return unescape(re.sub(r"<[^>]*>", "", page.read_text()))
+def table_cells(page: Path) -> list[list[str]]:
+    """The texts of the cells of all table rows of a page."""
+    rows = re.findall(r"<tr\b.*?</tr>", page.read_text(), re.DOTALL)
+    cells = [re.findall(r"<td\b[^>]*>(.*?)</td>", row, re.DOTALL) for row in rows]
+    return [[unescape(re.sub(r"<[^>]*>", "", cell)).strip() for cell in row] for row in cells]
 
 
 def links(page: Path) -> set[str]:
@@ -61,12 +71,14 @@ def has_anchor(page: Path, anchor: str) -> bool:
 @pytest.mark.parametrize("script", PAGES)
 def test_page_has_every_flag_with_its_default(site, script):
     args_class = importlib.import_module(f"cleanmarl.{script}").Args
-    text = text_of(site / "algorithms" / f"{script}.html")
+    rows = [row for row in table_cells(site / "algorithms" / f"{script}.html") if len(row) == 3]
+    table = {row[0].split(",")[0]: row for row in rows}
     for field in dataclasses.fields(args_class):
-        row = re.search(rf"^--{field.name.replace('_', '-')}\b[^\n]*\n+([^\n]*)\n", text, re.MULTILINE)
-        assert row, f"{script}: --{field.name} is missing"
-        if isinstance(field.default, int | float):
-            assert type(field.default)(eval(row[1])) == field.default, f"{script}: default of --{field.name}"
+        flag, default = f"--{field.name.replace('_', '-')}", field.default
+        assert flag in table, f"{flag} is missing"
+        if isinstance(default, bool | int | float):
+            assert float(ast.literal_eval(table[flag][1])) == default, f"default of {flag}"
+        assert table[flag][2], f"{flag} is not explained"
 
 
 def test_every_link_of_the_site_leads_somewhere(site):
@@ -112,8 +124,8 @@ def test_detail_ids_are_those_of_the_source():
     }
 
 
-def test_unknown_detail_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "ROOT", tmp_path)
+def test_unknown_detail_is_an_error(tmp_path):
+    generate = load_generate(tmp_path / "docs")
     (tmp_path / "cleanmarl").mkdir()
     script = tmp_path / "cleanmarl" / "new.py"
     script.write_text('"""See `detail core-99`."""\n\n# detail core-1, detail core-14: no such thing\n')
@@ -121,8 +133,8 @@ def test_unknown_detail_is_an_error(tmp_path, monkeypatch):
         generate.script_tags(script)
 
 
-def test_proofs_belong_to_the_test_around_or_below(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "ROOT", tmp_path)
+def test_proofs_belong_to_the_test_around_or_below(tmp_path):
+    generate = load_generate(tmp_path / "docs")
     (tmp_path / "tests").mkdir()
     code = (
         "def test_a():\n    # proves core-2\n    pass\n\n\n# proves core-3\n# proves core-4\ndef helper():\n    pass\n"
@@ -136,12 +148,12 @@ def test_proofs_belong_to_the_test_around_or_below(tmp_path, monkeypatch):
         generate.test_tags()
 
 
-def test_results_go_to_the_script_whose_name_is_longest(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "DOCS", tmp_path)
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "ppo_cartpole.md").write_text("| cartpole |\n")
-    (tmp_path / "results" / "ppo_atari_pong.md").write_text("| pong |\n")
-    (tmp_path / "results" / "ppo_atari_pong.svg").write_text("<svg/>")
+def test_results_go_to_the_script_whose_name_is_longest(tmp_path):
+    generate = load_generate(tmp_path / "docs")
+    (tmp_path / "docs" / "results").mkdir()
+    (tmp_path / "docs" / "results" / "ppo_cartpole.md").write_text("| cartpole |\n")
+    (tmp_path / "docs" / "results" / "ppo_atari_pong.md").write_text("| pong |\n")
+    (tmp_path / "docs" / "results" / "ppo_atari_pong.svg").write_text("<svg/>")
     names = ["ippo", "ppo", "ppo_atari"]
     assert generate.results_of("ippo", names) == ""
     assert "cartpole" in generate.results_of("ppo", names) and "pong" not in generate.results_of("ppo", names)
@@ -187,23 +199,15 @@ def test_environment_table_is_measured(row):
 
 
 def test_every_dependency_has_a_reason():
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-    def name(requirement: str) -> str:
-        return re.match(r"[\w.-]+", requirement)[0]
+    groups = {"main": project["project"]["dependencies"], **project["dependency-groups"]}
+    wanted = {(group, re.match(r"[\w.-]+", wish)[0]) for group, wishes in groups.items() for wish in wishes}
 
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Dependencies\n")[2]
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
-    explained = {
-        ("main" if len(row) == 2 else row[0].strip(" `"), package) for row in rows for package in packages(row)
-    }
-    wanted = {("main", name(r)) for r in project["project"]["dependencies"]}
-    wanted |= {(group, name(r)) for group, rs in project["dependency-groups"].items() for r in rs}
+    explained = set()
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            *group, packages, reason = (cell.strip() for cell in line.strip("|").split("|"))
+            assert reason
+            explained |= {(group[0].strip("`") if group else "main", name) for name in re.findall("`(.+?)`", packages)}
     assert explained == wanted
-
-
-def packages(row: list[str]) -> list[str]:
-    """The package names in a row of a table of dependencies: reason last, packages before it."""
-    return re.findall(r"`([^`]+)`", row[-2])
