@@ -33,6 +33,10 @@ from gymnasium.vector import AutoresetMode
 
 FAMILIES = {  # family -> what it is; each is a module of this package, imported when first asked for
     "mpe": "multi-particle environments, batched in NumPy, equal to mpe2 step for step",
+    "matrix": "cooperative matrix games, batched in NumPy",
+    "jumanji": "multi-agent tasks of Jumanji in envpool's C++",
+    "lbf": "level-based foraging, the package lbforaging, in worker processes",
+    "rware": "robot warehouse, the package rware, in worker processes",
     "pz": "any PettingZoo parallel environment, pz/<package>/<name>, in worker processes",
 }
 
@@ -96,6 +100,24 @@ class EpisodeStatistics:
         self.returns[done], self.lengths[done], self.started[done] = 0, 0, now
 
 
+def check_actions(env_id: str, agents: tuple[str, ...], action, mask: np.ndarray) -> np.ndarray:
+    """Discrete actions (N, A) as int64, all of them legal by mask (N, A, K).
+
+    Raises EnvError with a line that names environment, agent and action.
+    """
+    action = np.asarray(action)
+    if action.shape != mask.shape[:2]:
+        raise EnvError(f"{env_id}: actions must be integers of shape {mask.shape[:2]}, not of shape {action.shape}")
+    legal, whole = ((action[..., None] == np.arange(mask.shape[-1])) & mask).any(-1), action.dtype.kind in "iu"
+    if not (whole and legal.all()):
+        n, a = np.unravel_index(legal.argmin(), legal.shape)
+        why = (
+            f"illegal, legal are {np.flatnonzero(mask[n, a]).tolist()}" if whole else f"no integer, but {action.dtype}"
+        )
+        raise EnvError(f"{env_id}: environment {n}, agent {agents[a]}: action {action[n, a]} is {why}")
+    return action.astype(np.int64, copy=False)
+
+
 def env_seeds(seed: int, num_envs: int) -> list[int]:
     """One independent seed per environment; environment i gets the same one whatever `num_envs` is."""
     return [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs)]
@@ -139,10 +161,23 @@ def unknown_name(env_id: str, known) -> EnvError:
     return EnvError(f"unknown environment {env_id!r}; did you mean {' or '.join(near)}?")
 
 
+class GameStatistics(gym.vector.VectorWrapper):
+    """Puts the `episode` that a RecordEpisodeStatistics among the wrappers wrote where one around them all would.
+
+    Inside the wrappers that end an episode with a lost life or clip the reward, it sees whole games and true scores.
+    """
+
+    def step(self, action):
+        *transition, info = self.env.step(action)
+        final_info = info.get("final_info", {})
+        return *transition, info | {key: final_info[key] for key in ("episode", "_episode") if key in final_info}
+
+
 def make_gymnasium(env_id: str, num_envs: int = 1, wrappers=(), **options) -> gym.vector.VectorEnv:
     """A Gymnasium vector environment for the single-agent scripts: SAME_STEP autoreset, `episode` statistics in info.
 
-    `wrappers` are applied to each environment, in order; `options` (`render_mode`, ...) go to its constructor. The
+    `wrappers` are applied to each environment, in order; if one of them is Gymnasium's RecordEpisodeStatistics, the
+    statistics are what it sees. `options` (`render_mode`, ...) go to the environment's constructor. The
     observation array is reused: copy what must outlive the next step. Raises EnvError with one line for an unknown id
     (naming near ones) or a missing package.
     """
@@ -150,7 +185,9 @@ def make_gymnasium(env_id: str, num_envs: int = 1, wrappers=(), **options) -> gy
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
     if env_id.startswith("ALE/"):
         try:
-            gym.register_envs(importlib.import_module("ale_py"))
+            ale_py = importlib.import_module("ale_py")
+            gym.register_envs(ale_py)
+            ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner for each environment
         except ImportError as error:
             raise EnvError(
                 f"{env_id} needs the package ale-py: python bootstrap.py atari, or pip install ale-py"
@@ -173,4 +210,6 @@ def make_gymnasium(env_id: str, num_envs: int = 1, wrappers=(), **options) -> gy
         near = difflib.get_close_matches(env_id, gym.registry, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise EnvError(f"unknown environment {env_id!r}{hint}") from error
+    if envs.envs[0].has_wrapper_attr("episode_returns"):
+        return GameStatistics(envs)
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)

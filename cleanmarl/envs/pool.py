@@ -1,0 +1,100 @@
+"""envpool's environments (C++ threads) as a Gymnasium vector environment, for the scripts that take envpool's ids."""
+
+import difflib
+import functools
+import os
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from cleanmarl.envs import EnvError, EpisodeStatistics, env_seeds
+
+
+def envpool_spec(env_id: str, **options):
+    """What envpool knows of an id: its `config` (options and their defaults) and spaces.
+
+    Raises EnvError with one line for an unknown id (naming near ones), an unknown option, or missing libraries.
+    """
+    try:
+        import envpool  # takes a second, and is missing on some platforms
+
+        return envpool.make_spec(env_id, **options)
+    except KeyError as error:
+        near = difflib.get_close_matches(env_id.removeprefix("ALE/"), envpool.list_all_envs(), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise EnvError(f"envpool has no environment {env_id!r}{hint}") from error
+    except TypeError as error:
+        raise EnvError(f"envpool's {env_id} does not take these options: {error}") from error
+    except ImportError as error:
+        if "Qt5" in str(error):
+            raise EnvError(f"{env_id} needs the system's Qt 5 libraries: apt install libqt5gui5 ({error})") from error
+        raise EnvError(f"{env_id} needs a package that is missing ({error}): pip install envpool") from error
+
+
+class EnvPool(gym.vector.VectorEnv):
+    """N environments of one id; `options` are envpool's, and `render_mode`. Raises as `envpool_spec` does.
+
+    Autoreset is SAME_STEP: envpool itself resets in the step after an end, ignoring the action, and so that no rollout
+    holds such rows, that step is made at once, for the environments that ended only. Trajectories stay the same.
+    `episode` in info is of whole games with their true scores: no lost life ends it, no clipping changes it.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
+
+    def __init__(self, env_id: str, num_envs: int = 1, render_mode: str | None = None, **options):
+        spec = envpool_spec(env_id, **options)
+        import envpool
+
+        self.num_envs, self.render_mode, self.pool = num_envs, render_mode, None
+        self.single_observation_space = spec.gymnasium_observation_space
+        self.single_action_space = spec.gymnasium_action_space
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        options |= {"num_envs": num_envs, "num_threads": min(num_envs, os.cpu_count()), "render_mode": render_mode}
+        self.new_pool = functools.partial(envpool.make, env_id, "gymnasium", **options)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        """Start an episode everywhere; without a seed, each environment's sequence of episodes goes on."""
+        if seed is None and self.pool is None:
+            seed = int(np.random.SeedSequence().generate_state(1)[0])
+        if seed is not None:  # envpool takes seeds only when it is built
+            self.close_extras()
+            self.pool = self.new_pool(seed=[s % 2**31 for s in env_seeds(seed, self.num_envs)])
+        self.statistics = EpisodeStatistics(self.num_envs, 1)
+        return self.pool.reset()
+
+    def step(self, action: np.ndarray):
+        """One step everywhere. Where an episode ended, obs and info are the next one's, info["final_obs"] its last."""
+        obs, reward, termination, truncation, info = self.pool.step(action)
+        self.statistics.add(info.get("reward", reward)[:, None])  # Atari's true score
+        done = termination | truncation
+        if done.any():
+            game_over = info["terminated"].astype(bool) | truncation if "terminated" in info else done
+            rows = np.flatnonzero(done)
+            first_obs, _, _, _, first_info = self.pool.step(action[rows], rows)
+            final_obs, obs, info = obs, replace(obs, rows, first_obs), replace(info, rows, first_info)
+            info |= {"final_obs": final_obs, "_final_obs": done}
+            if game_over.any():
+                self.statistics.end(game_over, info)
+                info["episode"]["r"] = info["episode"]["r"][:, 0]
+        return obs, reward, termination, truncation, info
+
+    def render(self) -> np.ndarray:
+        """Frame (height, width, 3) uint8 of environment 0, with render_mode="rgb_array"; "human" shows it."""
+        frames = self.pool.render()
+        return None if frames is None else frames[0]
+
+    def close_extras(self, **kwargs) -> None:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+def replace(batch, rows: np.ndarray, new):
+    """A copy of `batch`, an array (N, ...) or a dict of them, with `new` (len(rows), ...) in its `rows`."""
+    if isinstance(batch, dict):
+        return {key: replace(value, rows, new[key]) for key, value in batch.items()}
+    batch = batch.copy()
+    batch[rows] = new
+    return batch

@@ -1,0 +1,490 @@
+"""All families keep the contract of cleanmarl.envs under random play, and equal their originals stepped by hand."""
+
+import importlib.util
+import itertools
+import subprocess
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make
+from cleanmarl.envs.__main__ import bench, each_size, list_ids
+
+
+def needs(package: str):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+# id, environments, steps of each, options, whether the starts are random (and so differ between environments)
+PLAYS = [
+    pytest.param("mpe/simple_spread_v3", 8, 700, {}, True),
+    pytest.param("mpe/simple_world_comm_v3", 4, 300, {"max_cycles": 7}, True),
+    pytest.param("mpe/simple_speaker_listener_v4", 4, 300, {"continuous_actions": True}, True),
+    pytest.param("matrix/penalty", 8, 700, {"max_cycles": 5}, False),
+    pytest.param("matrix/climbing", 8, 700, {}, False),
+    pytest.param("jumanji/RobotWarehouse-v0", 8, 700, {}, False),
+    pytest.param("jumanji/LevelBasedForaging-v0", 8, 700, {}, False),
+    pytest.param("jumanji/Connector-v2", 8, 400, {}, False),
+    pytest.param("jumanji/Cleaner-v0", 8, 700, {}, True),
+    pytest.param("lbf/Foraging-8x8-2p-2f-coop-v3", 4, 500, {"num_workers": 0}, True, marks=needs("lbforaging")),
+    pytest.param("lbf/Foraging-2s-10x10-3p-3f-v3", 4, 300, {"num_workers": 2}, True, marks=needs("lbforaging")),
+    pytest.param("lbf/Foraging-15x15-4p-5f-v3", 2, 200, {"num_workers": 0}, True, marks=needs("lbforaging")),
+    pytest.param("rware/rware-tiny-2ag-v2", 2, 250, {"num_workers": 0, "max_steps": 60}, True, marks=needs("rware")),
+    pytest.param("pz/mpe2/simple_tag_v3", 4, 150, {"num_workers": 0}, True),
+    pytest.param("pz/sisl/pursuit_v5", 2, 40, {"num_workers": 0, "max_cycles": 15}, True, marks=needs("scipy")),
+]
+
+
+def random_legal(envs, mask: np.ndarray, rng) -> np.ndarray:
+    action = rng.random(mask.shape).astype(np.float32) * mask
+    return action if envs.continuous else action.argmax(axis=-1)
+
+
+def play(env_id: str, num_envs: int, steps: int, seed: int = 3, **options):
+    """The environments, still open, and [(obs, info)] + [(action, obs, reward, termination, truncation, info), ...]."""
+    envs, rng = make(env_id, num_envs, **options), np.random.default_rng(0)
+    record = [envs.reset(seed=seed)]
+    for _ in range(steps):
+        action = random_legal(envs, record[-1][-1]["action_mask"], rng)
+        record.append((action, *envs.step(action)))
+    return envs, record
+
+
+def test_every_family_is_played():
+    assert {param.values[0].partition("/")[0] for param in PLAYS} >= {"mpe", "matrix", "jumanji", "lbf", "rware", "pz"}
+
+
+@pytest.mark.parametrize("env_id, N, steps, options, random_starts", PLAYS)
+def test_contract(env_id, N, steps, options, random_starts):
+    envs, record = play(env_id, N, steps, **options)
+    A, K, S = envs.num_agents, int(envs.action_sizes.max()), envs.state_size
+    D = int(envs.obs_sizes.max())
+    assert envs.num_envs == N and len(envs.agents) == A == len(envs.obs_sizes) == len(envs.action_sizes)
+    assert envs.single_observation_space.shape == (A, D) and envs.observation_space.shape == (N, A, D)
+    padding = np.arange(D) >= envs.obs_sizes[:, None]
+
+    def check_seen(obs, state, mask, rows):
+        for array, shape in ((obs, (N, A, D)), (state, (N, S))):
+            assert array.shape == shape and array.dtype == np.float32 and np.isfinite(array).all()
+        assert mask.shape == (N, A, K) and mask.dtype == bool and mask[rows].any(-1).all()
+        assert not (mask & ~envs.real_actions).any() and not obs[:, padding].any()
+
+    everyone = np.ones(N, bool)
+    obs, info = record[0]
+    check_seen(obs, info["state"], info["action_mask"], everyone)
+    if random_starts:
+        starts = [tuple(row) for row in info["state"].reshape(N, -1).tolist()]
+        assert len(set(starts)) == N
+    returns, lengths, ends = np.zeros((N, A)), np.zeros(N, int), 0
+    alive = info["agent_mask"]
+    assert alive.shape == (N, A) and alive.dtype == bool and alive.all()
+    for action, obs, reward, termination, truncation, info in record[1:]:
+        assert action.shape == envs.action_space.shape
+        assert reward.shape == (N, A) and reward.dtype == np.float32 and np.isfinite(reward).all()
+        assert termination.shape == truncation.shape == (N,) and termination.dtype == truncation.dtype == bool
+        assert not (termination & truncation).any()
+        assert not reward[~alive].any()
+        check_seen(obs, info["state"], info["action_mask"], everyone)
+        alive = info["agent_mask"]
+        assert not obs[~alive].any() and alive.any(-1).all()
+        done, returns, lengths = termination | truncation, returns + reward, lengths + 1
+        ended = ("final_obs", "final_state", "final_action_mask", "_final_obs", "episode", "_episode")
+        assert {key in info for key in ended} == {bool(done.any())}
+        if done.any():
+            np.testing.assert_array_equal(info["_final_obs"], done)
+            np.testing.assert_array_equal(info["_episode"], done)
+            check_seen(info["final_obs"], info["final_state"], info["final_action_mask"], done)
+            np.testing.assert_array_equal(info["episode"]["l"], lengths * done)
+            np.testing.assert_allclose(info["episode"]["r"], returns * done[:, None], rtol=1e-12, atol=1e-12)
+            assert (info["episode"]["t"] >= 0).all() and (info["episode"]["t"][done] > 0).all()
+            assert alive[done].all()  # the next episode has begun
+            returns[done], lengths[done], ends = 0, 0, ends + done.sum()
+    assert ends >= N, "too short a play to say something about ends"
+    envs.close()
+
+
+@pytest.mark.parametrize("env_id, N, steps, options, random_starts", PLAYS)
+def test_seeds(env_id, N, steps, options, random_starts):
+    """The same seed gives the same play, in environments used before too; another seed, another play."""
+    steps = min(steps, 60)
+    envs, first = play(env_id, N, steps, **options)
+    again = [envs.reset(seed=3)]
+    for row in first[1:]:
+        again.append((row[0], *envs.step(row[0])))
+    other = envs.reset(seed=4)
+    envs.close()
+    for one, two in zip(first, again):
+        for a, b in zip(one[:-1], two[:-1]):
+            np.testing.assert_array_equal(a, b)
+        for key in ("state", "action_mask", "agent_mask"):
+            np.testing.assert_array_equal(one[-1][key], two[-1][key])
+    assert (other[0] != first[0][0]).any() == random_starts
+
+
+@pytest.mark.parametrize("env_id, N, steps, options, random_starts", PLAYS)
+def test_wrong_actions(env_id, N, steps, options, random_starts):
+    """Refused with a line that names environment, agent and action, and nothing moves."""
+    envs = make(env_id, N, **options)
+    _, info = envs.reset(seed=1)
+    good = random_legal(envs, info["action_mask"], np.random.default_rng(0))
+    bad = [good[:, :-1], good[0], good[..., None]]
+    who = f"{env_id.split('/')[0]}/.*environment 1.*{envs.agents[-1]}"
+    wrong = good.astype(np.float32)
+    wrong[1, -1] = np.nan
+    if envs.continuous:
+        bad_values = [(wrong, who)]
+        bad.append(good.astype(np.int64))
+    else:
+        bad.append(good.astype(np.float32))
+        bad_values = [(wrong, "nan|integer")]
+        for value in (-1, int(envs.action_sizes[-1]), 2**40):
+            wrong = good.copy()
+            wrong[1, -1] = value
+            bad_values.append((wrong, f"{who}.*{value}"))
+        if not info["action_mask"][1, -1].all():
+            wrong = good.copy()
+            wrong[1, -1] = info["action_mask"][1, -1].argmin()
+            bad_values.append((wrong, who))
+    for action, message in [*((action, "actions must|no integer") for action in bad), *bad_values]:
+        with pytest.raises(EnvError, match=message):
+            envs.step(action)
+    obs = envs.step(good)[0]  # as if nothing had happened
+    envs.reset(seed=1)
+    np.testing.assert_array_equal(obs, envs.step(good)[0])
+    envs.close()
+
+
+# matrix: the tables, written out from the sentences of the paper
+
+
+def four(name: str):
+    """(joint action, reward) of every joint action of four agents with nine actions, counted from 1."""
+    joint = np.array(list(itertools.product(range(9), repeat=4)))
+    envs = make(f"matrix/{name}", len(joint))
+    envs.reset()
+    _, reward, termination, truncation, _ = envs.step(joint)
+    assert (reward == reward[:, :1]).all() and termination.all() and not truncation.any()
+    return {tuple(actions): r for actions, r in zip((joint + 1).tolist(), reward[:, 0].tolist())}
+
+
+def most(actions) -> tuple[int, int]:
+    """The action that most agents play, and how many play it."""
+    return max(((a, actions.count(a)) for a in actions), key=lambda pair: pair[1])
+
+
+SENTENCES = {
+    # "a team reward of 50 when they have played the same action, but be punished by -50 if any three agents have acted
+    # the same while the other does not. In all other cases, the reward is -40"
+    "penalty": lambda a, count, actions: {4: 50, 3: -50}.get(count, -40),
+    # "there is no penalty for miscoordination"
+    "penalty-free": lambda a, count, actions: 50 if count == 4 else -40,
+    # "the team reward becomes larger (100) when the agents play the same action"
+    "penalty-100": lambda a, count, actions: {4: 100, 3: -50}.get(count, -40),
+    # "the reward of 50 if agent i plays action i and -50 otherwise"
+    "one-optimum": lambda a, count, actions: 50 if actions == (1, 2, 3, 4) else -50,
+    # "the reward is i 10 if the agents all play action i and -40 otherwise"
+    "climbing-4p": lambda a, count, actions: 10 * a if count == 4 else -40,
+    # "the agents will be punished by -50 for miscoordination"
+    "climbing-4p-penalty": lambda a, count, actions: {4: 10 * a, 3: -50}.get(count, -40),
+    # "i.e. -i 10 for miscoordination on action i"
+    "climbing-4p-rising": lambda a, count, actions: {4: 10 * a, 3: -10 * a}.get(count, -40),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_matrix_games_of_the_paper(name):
+    rewards = four(name)
+    assert len(rewards) == 9**4
+    wrong = {actions: r for actions, r in rewards.items() if r != SENTENCES[name](*most(actions), actions)}
+    assert not wrong
+
+
+def test_matrix_games_of_the_paper_by_example():
+    assert [four("penalty")[actions] for actions in [(9, 9, 9, 9), (2, 2, 5, 2), (2, 2, 5, 5)]] == [50, -50, -40]
+    rising = four("climbing-4p-rising")
+    assert [rising[actions] for actions in [(1, 1, 1, 1), (9, 9, 9, 9), (9, 1, 9, 9), (1, 1, 1, 9)]] == [
+        10,
+        90,
+        -90,
+        -10,
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, options, table",
+    [
+        ("climbing", {}, [[11, -30, 0], [-30, 7, 0], [0, 6, 5]]),
+        ("penalty-2p", {}, [[10, 0, -100], [0, 2, 0], [-100, 0, 10]]),
+        ("penalty-2p", {"k": -7.5}, [[10, 0, -7.5], [0, 2, 0], [-7.5, 0, 10]]),
+    ],
+)
+def test_matrix_games_of_two_agents(name, options, table):
+    envs = make(f"matrix/{name}", 9, **options)
+    envs.reset()
+    reward = envs.step(np.array(list(itertools.product(range(3), repeat=2))))[1]
+    assert reward[:, 0].reshape(3, 3).tolist() == table and (reward[:, 0] == reward[:, 1]).all()
+
+
+def test_matrix_rounds_and_options():
+    envs = make("matrix/penalty", 2, max_cycles=3)
+    obs, _ = envs.reset(seed=1)
+    assert (obs == 1).all()
+    ends = [envs.step(np.zeros((2, 4), int))[2].tolist() for _ in range(6)]
+    assert ends == [[False] * 2, [False] * 2, [True] * 2] * 2
+    for name, options, message in [
+        ("penlty", {}, "did you mean matrix/penalty"),
+        ("penalty", {"k": -1}, "no option 'k'"),
+        ("penalty-2p", {"k": 1}, "at most 0"),
+        ("penalty", {"max_cycles": 0}, "at least 1"),
+        ("penalty", {"render_mode": "rgb_array"}, "no pictures"),
+    ]:
+        with pytest.raises(EnvError, match=message):
+            make(f"matrix/{name}", 1, **options)
+
+
+# jumanji: equal to envpool stepped by hand, whose own reset costs a step
+
+
+@pytest.mark.parametrize("name", ["RobotWarehouse-v0", "LevelBasedForaging-v0", "Connector-v2", "Cleaner-v0"])
+def test_jumanji_equals_envpool(name):
+    import envpool
+
+    N, steps = 3, 260
+    envs, record = play(f"jumanji/{name}", N, steps, seed=5)
+    envs.close()
+    ends = 0
+    for n, seed in enumerate(env_seeds(5, N)):
+        pool = envpool.make(name, "gymnasium", num_envs=1, num_threads=1, seed=[seed % 2**31])
+        raw = pool.reset()[0]
+        for action, obs_, reward_, termination_, truncation_, info in record[1:]:
+            before, raw = raw, None
+            mask = before["action_mask"][0]
+            assert mask[np.arange(len(mask)), action[n]][mask.any(-1)].all()  # only legal actions were played
+            raw, reward, termination, truncation, _ = pool.step(action[n : n + 1].astype(np.int32))
+            assert (reward_[n] == reward[0]).all()
+            assert termination_[n] == termination[0] and truncation_[n] == (truncation[0] and not termination[0])
+            if termination[0] or truncation[0]:
+                ends += 1
+                seen(name, raw, info["final_obs"][n], info["final_state"][n], info["final_action_mask"][n])
+                raw = pool.step(np.zeros_like(action[n : n + 1], np.int32))[0]  # the step that begins the next episode
+                assert raw["step_count"][0] == 0
+            seen(name, raw, obs_[n], info["state"][n], info["action_mask"][n])
+        pool.close()
+    assert ends >= N
+
+
+def seen(name: str, raw: dict, obs: np.ndarray, state: np.ndarray, mask: np.ndarray) -> None:
+    """Compare one environment's vectors with envpool's observation, number by number as the page describes them."""
+    A = len(mask)
+    want = raw["action_mask"][0].astype(bool)
+    want[~want.any(-1), 0] = True
+    np.testing.assert_array_equal(mask, want)
+    limit = {"RobotWarehouse-v0": 500, "Connector-v2": 50}.get(name, 100)
+    time = np.float32(raw["step_count"][0] / limit)
+    assert (obs[:, -1] == time).all() and state[-1] == time
+    if "agents_view" in raw:
+        np.testing.assert_array_equal(obs[:, :-1], raw["agents_view"][0])
+        np.testing.assert_array_equal(state[:-1], raw["agents_view"][0].ravel())
+        return
+    planes = {"Connector-v2": 6, "Cleaner-v0": 4}[name]
+    assert obs.shape == (A, planes * 100 + 1)
+    want = np.zeros((A, planes, 10, 10))
+    whole = np.zeros((3 if name == "Connector-v2" else 5, 10, 10))
+    heads, targets = np.zeros((A, 2)), np.full((A, 2), -1.0)
+    for row, col in itertools.product(range(10), repeat=2):
+        value = int(raw["grid"][0, row, col])
+        if name == "Cleaner-v0":
+            want[:, 0, row, col] = whole[0, row, col] = value == 0
+            want[:, 1, row, col] = whole[1, row, col] = value == 2
+        elif value:
+            owner, part = (value - 1) // 3, (value - 1) % 3
+            whole[part, row, col] = 1
+            for a in range(A):
+                want[a, part if a == owner else part + 3, row, col] = 1
+            if part:
+                (heads if part == 1 else targets)[owner] = row, col
+    if name == "Cleaner-v0":
+        for a, (row, col) in enumerate(raw["agents_locations"][0]):
+            whole[2 + a, row, col] = want[a, 2, row, col] = 1
+            for other in range(A):
+                want[other, 3, row, col] += other != a
+        np.testing.assert_array_equal(state[:-1], whole.ravel())
+    else:
+        targets = np.where(targets < 0, heads, targets)
+        places = np.concatenate([heads, targets], axis=1).astype(np.float64) / 9
+        np.testing.assert_array_equal(state[:-1], np.append(whole.ravel(), places.ravel()).astype(np.float32))
+    np.testing.assert_array_equal(obs[:, :-1], want.reshape(A, -1))
+
+
+def test_jumanji_walled_in_agents_have_an_action():
+    envs = make("jumanji/Cleaner-v0", 400)
+    _, info = envs.reset(seed=1)
+    walled_in = (info["action_mask"].sum(-1) == 1).all(-1) & info["action_mask"][:, :, 0].all(-1)
+    assert walled_in.any()  # up is a wall for who starts in the corner: it is there because nothing else is
+    envs.close()
+
+
+def test_jumanji_draws():
+    envs = make("jumanji/Connector-v2", 2, render_mode="rgb_array")
+    envs.reset(seed=1)
+    frame = envs.render()
+    assert frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8 and frame.std() > 0
+    envs.close()
+
+
+# lbf, rware: every episode equals that of the package, freshly made and stepped by hand
+
+
+def fresh(name: str, options: dict):
+    """The package's own class with the settings of the id."""
+    if name.startswith("rware"):
+        import rware.warehouse
+
+        return rware.warehouse.Warehouse(**gym.spec(name).kwargs | options)
+    import lbforaging.foraging
+
+    return lbforaging.foraging.ForagingEnv(**gym.spec(name).kwargs | options)
+
+
+@pytest.mark.parametrize(
+    "env_id, options, time_limit, num_workers",
+    [
+        pytest.param("lbf/Foraging-8x8-2p-2f-coop-v3", {}, 50, 2, marks=needs("lbforaging")),
+        pytest.param("lbf/Foraging-5x5-2p-1f-v3", {"max_episode_steps": 200}, 200, 0, marks=needs("lbforaging")),
+        pytest.param("lbf/Foraging-2s-8x8-3p-2f-v3", {}, 50, 0, marks=needs("lbforaging")),
+        pytest.param("rware/rware-tiny-4ag-v2", {"max_steps": 40}, 40, 0, marks=needs("rware")),
+    ],
+)
+def test_tuple_environments_equal_their_packages(env_id, options, time_limit, num_workers):
+    family, name = env_id.split("/")
+    N, steps = 3, 160
+    envs, record = play(env_id, N, steps, seed=5, num_workers=num_workers, **options)
+    envs.close()
+    finished = 0
+    for n, seed in enumerate(env_seeds(5, N)):
+        rng = np.random.default_rng(seed)
+        env = fresh(name, options)
+        obs = env.reset(seed=seed)[0]
+        np.testing.assert_array_equal(record[0][0][n], np.stack(obs))
+        length = 0
+        for action, obs_, reward_, termination, truncation, info in record[1:]:
+            obs, reward, done, _, _ = env.step(action[n].tolist())
+            length += 1
+            np.testing.assert_array_equal(reward_[n], np.float32(reward))
+            food_left = family == "rware" or env.field.any()
+            assert done == (length == time_limit or not food_left)
+            assert truncation[n] == (done and food_left) and termination[n] == (done and not food_left)
+            finished += int(termination[n])
+            if done:
+                np.testing.assert_array_equal(info["final_obs"][n], np.stack(obs))
+                env = fresh(name, options)
+                obs, length = env.reset(seed=int(rng.integers(2**31)))[0], 0
+            np.testing.assert_array_equal(obs_[n], np.stack(obs))
+            np.testing.assert_array_equal(info["state"][n], np.concatenate(obs))
+            assert info["action_mask"][n].all()
+    assert finished > 0 or "5x5" not in name  # the small task is there to be solved
+
+
+@needs("lbforaging")
+def test_lbf_with_five_foods_is_the_task_of_four_with_one_more():
+    from cleanmarl.envs.lbf import REPORTED, parallel_env
+
+    four, five = (parallel_env(f"Foraging-15x15-3p-{f}f-v3").env for f in (4, 5))
+    for env in (four, five):
+        env.reset(seed=1)
+    assert np.count_nonzero(four.field) == 4 and np.count_nonzero(five.field) == 5
+    for name in ("sight", "force_coop", "field_size", "_max_episode_steps", "max_food_level", "n_agents"):
+        assert getattr(four, name) == getattr(five, name)
+    for name in REPORTED:
+        envs = make(f"lbf/{name}", 1, num_workers=0)
+        agents = int(name.split("p-")[0].rpartition("-")[2])
+        assert envs.reset(seed=1)[0].shape[1] == agents
+        envs.close()
+
+
+@pytest.mark.parametrize(
+    "env_id, options, message",
+    [
+        pytest.param("lbf/Foraging-8x8-2p-2f-cop-v3", {}, "did you mean lbf/Foraging-8x8", marks=needs("lbforaging")),
+        pytest.param("lbf/CartPole-v1", {}, "unknown environment 'lbf/CartPole-v1'", marks=needs("lbforaging")),
+        pytest.param("lbf/Foraging-8x8-2p-2f-v3", {"food": 1}, "cannot be built .*'food'", marks=needs("lbforaging")),
+        pytest.param("rware/rware-tiny-2ag-v1", {}, "did you mean rware/rware-tiny-2ag-v2", marks=needs("rware")),
+        ("jumanji/RobotWarehouse", {}, "did you mean jumanji/RobotWarehouse-v0"),
+        ("jumanji/Cleaner-v0", {"size": 1}, "no option 'size'"),
+        ("jumanji/Cleaner-v0", {"render_mode": "human"}, "render_mode"),
+    ],
+)
+def test_wishes_that_cannot_be_met(env_id, options, message):
+    with pytest.raises(EnvError, match=message) as error:
+        make(env_id, 2, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("env_id", ["matrix/penalty", "jumanji/Cleaner-v0"])
+def test_step_before_reset(env_id):
+    with pytest.raises(EnvError, match="reset"):
+        make(env_id).step(np.zeros((1, 4), int))
+
+
+def test_statistics_keep_environments_apart():
+    statistics, info = EpisodeStatistics(2, 1), {}
+    for reward in (1.0, 2.0):
+        statistics.add(np.array([[reward], [10 * reward]]))
+    statistics.end(np.array([True, False]), info)
+    assert info["episode"]["r"].tolist() == [[3], [0]] and info["episode"]["l"].tolist() == [2, 0]
+    statistics.add(np.array([[5.0], [5.0]]))
+    statistics.end(np.array([True, True]), info)
+    assert info["episode"]["r"].tolist() == [[5], [35]] and info["episode"]["l"].tolist() == [1, 3]
+
+
+# the command line
+
+
+def test_list(capsys):
+    list_ids("matrix")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["id", "agents", "observation", "actions", "state", "masks", "backend"]
+    assert lines[1].startswith("# matrix: ")
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:]}
+    assert rows["matrix/penalty"] == ["4", "1", "9", "4", "no", "NumPy"]
+    assert rows["matrix/climbing"] == ["2", "1", "3", "2", "no", "NumPy"]
+    list_ids("jumanji")
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[2:]}
+    assert rows["jumanji/Connector-v2"] == ["10", "601", "5", "341", "yes", "envpool"] and len(rows) == 4
+    list_ids("mpe")
+    assert "mpe/simple_speaker_listener_v4                    2  3 11                 3 5" in capsys.readouterr().out
+
+
+def test_list_names_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lbforaging", None)  # as if it were not installed
+    list_ids("lbf")
+    assert "pip install lbforaging" in capsys.readouterr().out
+
+
+def test_sizes_are_told_shortly():
+    assert each_size(np.array([18, 18, 18])) == "18" and each_size(np.array([16, 16, 14])) == "2x16 14"
+
+
+def test_bench(capsys):
+    bench("jumanji/LevelBasedForaging-v0", seconds=0.01)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("jumanji/LevelBasedForaging-v0") and lines[1].split()[0] == "original"
+    assert [line.split("=")[1].split()[0] for line in lines[2:]] == ["1", "8", "64", "256", "1024"]
+    assert all(line.endswith("x") for line in lines[2:])
+    bench("matrix/penalty", seconds=0.01)
+    assert "no original" in capsys.readouterr().out
+
+
+def test_command_line():
+    def run(*arguments):
+        command = [sys.executable, "-m", "cleanmarl.envs", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    done = run("list", "matrix")
+    assert done.returncode == 0 and done.stdout.count("matrix/") == 9 and not done.stderr
+    done = run("bench", "mpe/simple_spraed_v3")
+    assert done.returncode == 2 and done.stderr.startswith("envs: unknown environment") and not done.stdout
+    done = run("list", "atari")
+    assert done.returncode == 2 and all(family in done.stderr for family in FAMILIES)
