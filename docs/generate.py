@@ -191,8 +191,15 @@ def scripts_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def environment_page(path: Path) -> str:
+    """The docstring of a family's module, as it stands: what its environments show, take, pay and when they end."""
+    return f"```text\n{ast.get_docstring(ast.parse(path.read_text()))}\n```\n"
+
+
 def main() -> None:
     pages = {"scripts.md": scripts_table()}
+    for path in sorted((ROOT / "cleanmarl" / "envs").glob("[!_]*.py")):
+        pages[f"environment_{path.stem}.md"] = environment_page(path)
     all_tags, tests = [], test_tags()
     names = [path.stem for path in scripts()]
     for path in scripts():
