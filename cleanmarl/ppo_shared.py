@@ -273,17 +273,20 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
         if args.target_kl is not None and stats[3] > args.target_kl:
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    return {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
+    return metrics
 
 
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
     check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
     check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
+    check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     batch_size = args.num_envs * args.num_steps
     message = f"num_envs * num_steps = {batch_size} is not divisible by --num-minibatches {args.num_minibatches}"
     check(batch_size % args.num_minibatches == 0, message)
-    message = f"--total-timesteps {args.total_timesteps} is less than one rollout, num_envs * num_steps = {batch_size}"
+    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
     device = find_device(args.device)
     seed_everything(args.seed, args.torch_threads)
@@ -313,8 +316,6 @@ def main(args: Args) -> Path:
             run.step += batch_size
             batch = estimate(agent, rollout, obs, args)
             metrics = update(agent, optimizer, batch, clip_coef, args)
-
-            metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(metrics)
 

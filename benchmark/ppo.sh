@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# What docs/algorithms/ppo*.md report: every trial of the PPO family. Finished trials are skipped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
+
+# one network for policy and value beside two: same flags as ppo.py
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 \
+    --num-seeds 3 --workers "$WORKERS" --runs-dir runs/ppo_shared -- --total-timesteps 500000
+
+# the write-up's MuJoCo table, 1M steps (there: v2 environments)
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_continuous_action.py" \
+    --env-ids HalfCheetah-v5 Walker2d-v5 Hopper-v5 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/ppo_continuous_action -- --total-timesteps 1000000
+
+# with and without masks on the same task; returns of the sampled policy (the greedy one walks in circles)
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete.py" --env-ids Cleaner-v0 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/ppo_multidiscrete -- --total-timesteps 1000000
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete_mask.py" --env-ids Cleaner-v0 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/ppo_multidiscrete_mask -- --total-timesteps 1000000

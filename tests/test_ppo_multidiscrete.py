@@ -1,0 +1,142 @@
+"""ppo_multidiscrete.py: independent components, no row that the agent did not choose, and the script as a whole."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cleanmarl import enjoy, ppo_multidiscrete
+from cleanmarl.ppo_multidiscrete import Agent, Args, Rollout, collect, estimate, main, make_envs, make_policy, ppo_loss
+from cleanmarl.run import Run, load_checkpoint, seed_everything
+
+ROOT = Path(__file__).parents[1]
+
+
+def small(tmp_path, **changes) -> Args:
+    """Arguments of a run of two updates."""
+    settings = {"num_envs": 4, "num_steps": 32, "total_timesteps": 256, "eval_episodes": 1, "runs_dir": str(tmp_path)}
+    return Args(**settings | changes)
+
+
+def curves(folder: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [point.value for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def first_rollout(args: Args):
+    """A fresh agent, its first rollout, the observation after it, and the run."""
+    seed_everything(args.seed, 1)
+    envs = make_envs(args, args.num_envs)
+    agent = Agent(envs, args)
+    shape = args.num_steps, args.num_envs
+    obs, _ = envs.reset(seed=args.seed)
+    rollout = Rollout(
+        obs=np.zeros((*shape, obs.shape[1]), np.float32),
+        action=np.zeros((*shape, len(agent.choices)), np.int64),
+        reward=np.zeros(shape, np.float32),
+        done=np.zeros(shape, bool),
+    )
+    with Run(args, ppo_multidiscrete.__file__, agent=agent) as run:
+        next_obs = collect(agent, envs, obs, rollout, args, run)
+    envs.close()
+    return agent, rollout, next_obs, run
+
+
+# proves multidiscrete-1
+@pytest.mark.parametrize("env_id", ["Cleaner-v0", "RubiksCube-v0"])
+def test_components_are_independent_categoricals(tmp_path, env_id):
+    args = small(tmp_path, env_id=env_id, ent_coef=1.0)
+    agent, rollout, next_obs, _ = first_rollout(args)
+    torch.nn.init.normal_(agent.actor[4].weight)  # unequal probabilities
+    batch = estimate(agent, rollout, next_obs, args)
+    _, stats = ppo_loss(agent, batch, args.clip_coef, args)
+    logits = agent.logits(batch.obs)
+    sizes = {"Cleaner-v0": [4, 4, 4], "RubiksCube-v0": [6, 1, 3]}[env_id]
+    parts = [torch.distributions.Categorical(logits=logits[:, c, :size]) for c, size in enumerate(sizes)]
+    log_prob = sum(part.log_prob(batch.action[:, c]) for c, part in enumerate(parts))
+    entropy = sum(part.entropy() for part in parts).mean()
+    torch.testing.assert_close(batch.log_prob, log_prob, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stats[2], entropy, rtol=1e-4, atol=1e-5)
+
+
+def test_choices_that_a_component_lacks_are_never_taken(tmp_path):
+    agent, rollout, next_obs, _ = first_rollout(small(tmp_path, env_id="RubiksCube-v0"))
+    assert agent.choices.sum(-1).tolist() == [6, 1, 3]
+    assert (rollout.action < [6, 1, 3]).all()
+    assert all(len(np.unique(rollout.action[..., c])) == size for c, size in enumerate([6, 1, 3]))
+    assert (make_policy(agent, greedy=True)(next_obs, {}, None) < [6, 1, 3]).all()
+    assert (make_policy(agent, greedy=False)(next_obs, {}, None) < [6, 1, 3]).all()
+
+
+def test_observations_are_one_hot_vectors(tmp_path):
+    envs = make_envs(small(tmp_path), 3)
+    obs, _ = envs.reset(seed=1)
+    raw = envs.env.pool.reset()[0]  # the same start for these three parts of it, whatever the room
+    assert obs.shape == (3, 300 + 66 + 12 + 101)  # cells, places of 3 robots, mask, step
+    np.testing.assert_array_equal(obs[:, 300:366].reshape(3, 3, 2, 11).argmax(-1), raw["agents_locations"])
+    np.testing.assert_array_equal(obs[:, -101:].argmax(-1), raw["step_count"])
+    np.testing.assert_array_equal(obs[:, :300].reshape(3, 100, 3).sum(-1), 1)
+    envs.close()
+
+
+@pytest.mark.parametrize("env_id", ["Cleaner-v0", "JobShop-v0"])
+def test_two_updates(tmp_path, env_id):
+    points = curves(main(small(tmp_path, env_id=env_id, eval_episodes=0)))
+    assert len(points["train/policy_loss"]) == 2
+    assert np.isfinite(points["train/policy_loss"] + points["train/value_loss"] + points["train/entropy"]).all()
+
+
+# proves multidiscrete-1
+@pytest.mark.parametrize("env_id", ["Cleaner-v0", "JobShop-v0"])
+def test_ratio_is_one_on_the_first_minibatch(tmp_path, env_id):
+    args = small(tmp_path, env_id=env_id)
+    agent, rollout, next_obs, _ = first_rollout(args)
+    batch = estimate(agent, rollout, next_obs, args)
+    components = torch.distributions.Categorical(logits=agent.logits(batch.obs)).log_prob(batch.action)
+    ratio = (components.sum(-1) - batch.log_prob).exp()
+    torch.testing.assert_close(ratio, torch.ones(len(ratio)), atol=1e-5, rtol=0)
+    _, stats = ppo_loss(agent, batch, args.clip_coef, args)
+    approx_kl, clipfrac = stats[3:].tolist()
+    assert abs(approx_kl) < 1e-6
+    assert clipfrac == 0
+
+
+def test_no_row_of_a_rollout_is_the_environments_own(tmp_path):
+    _, rollout, _, run = first_rollout(small(tmp_path, num_steps=64, env_id="JobShop-v0"))
+    # Every step of JobShop costs 1 or 10; the step in which envpool resets by itself would have a reward of 0.
+    assert rollout.done.sum() > 20
+    assert set(np.unique(rollout.reward)) <= {-1.0, -10.0}
+    complete = [rollout.reward[: np.flatnonzero(done)[-1] + 1, n].sum() for n, done in enumerate(rollout.done.T)]
+    assert sum(run.episodes["rollout/ep_reward"]) == pytest.approx(sum(complete))
+    assert run.num_episodes == rollout.done.sum()
+
+
+def test_same_seed_same_losses(tmp_path):
+    first, second, other = (curves(main(small(tmp_path, eval_episodes=0, seed=seed))) for seed in (1, 1, 2))
+    losses = [key for key in first if key.startswith("train/")]
+    assert len(losses) == 7
+    assert all(first[key] == second[key] for key in losses)
+    assert first["train/value_loss"] != other["train/value_loss"]
+
+
+def test_resume_continues_and_enjoy_plays(tmp_path):
+    folder = main(small(tmp_path))
+    main(small(tmp_path, resume=folder, total_timesteps=512))
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint["step"] == 512
+    assert next(iter(checkpoint["modules"]["optimizer"]["state"].values()))["step"] == 64  # 4 updates of 16 minibatches
+    assert enjoy.main(enjoy.Args(folder, episodes=2, greedy=True))["eval/ep_length"] >= 1
+
+
+@pytest.mark.parametrize("env_id, message", [("Pong-v5", "actions of several integers"), ("Cleane-v0", "Cleaner-v0")])
+def test_other_tasks_are_refused_in_one_line(tmp_path, env_id, message):
+    command = [sys.executable, "cleanmarl/ppo_multidiscrete.py", "--env-id", env_id, "--runs-dir", tmp_path / "runs"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert message in result.stderr
+    assert not (tmp_path / "runs").exists()
