@@ -4,6 +4,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
+# classic control: our defaults are the write-up's hyper-parameters
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 \
+    --num-seeds 5 --workers "$WORKERS" --runs-dir runs/ppo
+$PYTHON benchmark/plot.py runs/ppo --out docs/results/ppo_classic_control
+
 # one network for policy and value beside two: same flags as ppo.py
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 \
     --num-seeds 3 --workers "$WORKERS" --runs-dir runs/ppo_shared -- --total-timesteps 500000

@@ -36,11 +36,13 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from cleanmarl.envs import EnvError
 
-CURVE_POINTS = 2000  # a run writes about this many points per metric, however short its updates are
+CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
 EVAL_SEED = 1_000_000  # added to the seed, so that evaluation meets other episodes than training
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
 # What may differ from the arguments of the run that --resume continues: nothing that changes the learning.
@@ -229,8 +231,6 @@ class Run:
             where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(self.folder)}
             self.wandb = wandb.init(name=name, id=name, resume="allow", config=config, **where)
 
-        from torch.utils.tensorboard import SummaryWriter  # here, because importing it takes a second
-
         # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
         self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else None)
         self.start_step, self.start_time = self.step, time.perf_counter()
@@ -350,8 +350,9 @@ class Run:
 
     def write(self, metrics: dict[str, float]) -> None:
         """Write a point of each metric at the current step, whether or not one is due."""
-        for key, value in metrics.items():
-            self.writer.add_scalar(key, value, self.step)
+        # One event for the whole point: one per metric costs a fast script a fifth of its time.
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        self.writer.file_writer.add_summary(Summary(value=values), self.step)
         if self.wandb is not None:
             self.wandb.log(metrics, step=self.step)
 
