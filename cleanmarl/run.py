@@ -334,7 +334,8 @@ class Run:
         total = self.args.total_timesteps
         is_last = self.step + (self.step - self.last_step) > total  # another update of this size would not fit
         self.last_step = self.step
-        if self.step - self.last_point >= total // CURVE_POINTS or is_last:
+        is_due = self.step - self.last_point >= total // CURVE_POINTS
+        if is_due or is_last or self.stop_signal is not None:
             self.last_point = self.step
             episodes = {key: float(np.mean(values)) for key, values in self.episodes.items()}
             episodes["rollout/num_episodes"] = self.num_episodes
