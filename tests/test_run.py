@@ -356,6 +356,7 @@ def test_kill_and_resume(tmp_path, monkeypatch):
     assert 0 < saved < total and torch.load(checkpoint, weights_only=True)["step"] == saved
     assert not (folder / "done.json").exists()
 
+    time.sleep(1)  # readers sort event files by the second in their name; a new process takes longer than that to start
     monkeypatch.setattr(sys, "argv", ["ippo.py", "--resume", str(folder)])
     launch(ippo.main, ippo.Args)
     points = scalars(folder)
