@@ -1,0 +1,125 @@
+"""ppo_atari_multigpu.py: two processes that average their gradients learn like one, and stay the same."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from cleanmarl import enjoy, ppo_atari_multigpu
+from cleanmarl.envs.pool import EnvPool
+from cleanmarl.run import UsageError, load_checkpoint
+
+pytest.importorskip("envpool")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no Gloo")
+SMALL = {"total_timesteps": 128, "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
+SMALL |= {"eval_episodes": 0}
+LEARNING = {"norm_adv": False, "num_minibatches": 1, "update_epochs": 3, "max_grad_norm": 0.01}
+
+
+def random_batch():
+    g = torch.Generator().manual_seed(0)
+    obs = torch.randint(0, 256, (16, 4, 84, 84), generator=g, dtype=torch.uint8)
+    rest = torch.randn(4, 16, generator=g)
+    return ppo_atari_multigpu.Batch(obs, torch.randint(0, 4, (16,), generator=g), -rest[0].abs() - 0.1, *rest[1:])
+
+
+def learn(batch, **settings):
+    """The agent's parameters after an update on `batch`, and the diagnostics."""
+    args = ppo_atari_multigpu.Args(**LEARNING | settings)
+    torch.manual_seed(0)
+    agent = ppo_atari_multigpu.Agent(EnvPool("Breakout-v5", 1), args)
+    optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)
+    metrics = ppo_atari_multigpu.update(agent, optimizer, batch, 0.2, args)
+    return [p.detach().contiguous() for p in agent.parameters()], metrics
+
+
+def learn_half(rank, folder, settings):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    half = ppo_atari_multigpu.Batch(*(x[8 * rank : 8 * (rank + 1)] for x in random_batch()))
+    torch.save(learn(half, **settings), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def in_two_processes(folder, **settings):
+    mp.spawn(learn_half, (str(folder), settings), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+# proves aux-2
+def test_two_processes_with_half_a_batch_each_learn_like_one_with_all_of_it(tmp_path):
+    (first, first_metrics), (second, second_metrics) = in_two_processes(tmp_path)
+    alone, metrics = learn(random_batch())
+    start, _ = learn(random_batch(), update_epochs=1, max_grad_norm=1e-9)
+    assert max((a - b).abs().max() for a, b in zip(alone, start)) > 1e-3
+    for a, b, c in zip(first, second, alone):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, atol=1e-5, rtol=0)
+    for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"):
+        assert first_metrics[f"train/{name}"] == second_metrics[f"train/{name}"]
+        assert first_metrics[f"train/{name}"] == pytest.approx(metrics[f"train/{name}"], abs=1e-4)
+
+
+def test_all_stop_early_together(tmp_path):
+    """Otherwise one would wait for the other's gradient forever."""
+    (first, _), (second, _) = in_two_processes(tmp_path, target_kl=1e-9)
+    alone, _ = learn(random_batch(), update_epochs=1)
+    for a, b, c in zip(first, second, alone):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, atol=1e-5, rtol=0)
+
+
+def torchrun(tmp_path, *flags):
+    flags = [*flags, "--runs-dir", tmp_path / "runs"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cleanmarl.ppo_atari_multigpu"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, *launcher, *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(line, cwd=tmp_path, env=env, **pipes)
+
+
+def flags(settings):
+    return [str(x) for key, value in settings.items() for x in (f"--{key.replace('_', '-')}", value)]
+
+
+def test_torchrun_resumes_what_one_process_began(tmp_path):
+    folder = ppo_atari_multigpu.main(ppo_atari_multigpu.Args(**SMALL, runs_dir=str(tmp_path / "runs")))
+    process = torchrun(tmp_path, "--resume", folder, "--total-timesteps", 256)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert list((tmp_path / "runs").iterdir()) == [folder]
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint["step"] == 256 and checkpoint["modules"]["optimizer"]["state"][0]["step"] == 8
+    metrics = enjoy.main(enjoy.Args(run_dir=folder, episodes=1))
+    assert metrics["eval/ep_length"] > 50
+
+
+def test_a_signal_saves_and_ends_all_processes(tmp_path):
+    process = torchrun(tmp_path, *flags(SMALL | {"total_timesteps": 10_000_000}))
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("runs/*/events*")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(3)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert "continue with --resume" in out, out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert load_checkpoint(folder)["step"] > 0
+
+
+def test_what_does_not_divide(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    args = ppo_atari_multigpu.Args(**SMALL, runs_dir=str(tmp_path))
+    with pytest.raises(UsageError, match="--num-envs 4 is not divisible by the number of processes, 3"):
+        ppo_atari_multigpu.main(args)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="num_steps of a process = 15 is not divisible by --num-minibatches 2"):
+        ppo_atari_multigpu.main(dataclasses.replace(args, num_steps=15))
+    assert not list(tmp_path.iterdir())
