@@ -211,3 +211,9 @@ def test_every_dependency_has_a_reason():
             assert reason
             explained |= {(group[0].strip("`") if group else "main", name) for name in re.findall("`(.+?)`", packages)}
     assert explained == wanted
+
+
+def test_readme_names_every_script():
+    readme = (ROOT / "README.md").read_text()
+    scripts = {path.name for path in (ROOT / "cleanmarl").glob("*.py")} - {"__init__.py", "run.py", "enjoy.py"}
+    assert {name for name in scripts if f"[`{name}`](cleanmarl/{name})" not in readme} == set()
