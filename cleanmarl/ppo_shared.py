@@ -129,6 +129,12 @@ class Agent(nn.Module):
         self.critic = nn.Sequential(trunk, layer_init(nn.Linear(64, 1), std=1.0))
 
 
+def numpy_actor(agent: Agent):
+    """The actor of now as a NumPy function: for the few rows of one step it takes a tenth of torch's time."""
+    w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
+    return lambda obs: np.tanh(np.tanh(obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
+
+
 def make_policy(agent: Agent, greedy: bool = True):
     """The agent as a function of (obs, info, done) for `evaluate`: the most probable action, or a sample."""
     device = next(agent.parameters()).device
@@ -172,13 +178,12 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
     Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
     """
     device = next(agent.parameters()).device
-    num_actions = envs.single_action_space.n
+    actor = numpy_actor(agent)
     # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    gumbel = -torch.empty(*rollout.action.shape, num_actions, device=device).exponential_().log()
+    noise = -torch.empty(*rollout.action.shape, envs.single_action_space.n).exponential_().log().numpy()
     for t in range(args.num_steps):
         rollout.obs[t] = obs
-        logits = agent.actor(torch.from_numpy(rollout.obs[t]).to(device))
-        rollout.action[t] = (logits + gumbel[t]).argmax(-1).cpu().numpy()
+        rollout.action[t] = (actor(rollout.obs[t]) + noise[t]).argmax(-1)
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
         if "_episode" in info:

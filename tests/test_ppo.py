@@ -177,6 +177,14 @@ def test_actions_are_samples_of_the_policy():
     assert abs(rollout.action.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / rollout.action.size)
 
 
+def test_the_actor_that_acts_is_the_actor_that_learns(collected):
+    _, agent, _, _, batch = collected
+    theirs = agent.actor(batch.obs)
+    torch.testing.assert_close(
+        torch.from_numpy(ppo.numpy_actor(agent)(batch.obs.numpy())), theirs, atol=1e-5, rtol=1e-5
+    )
+
+
 def random_batch(seed, size=32):
     g = torch.Generator().manual_seed(seed)
     obs, action = torch.randn(size, 4, generator=g), torch.randint(0, 2, (size,), generator=g)
