@@ -348,12 +348,26 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
 
 
 class Settings(NamedTuple):
-    """Settings of the losses, one per network."""
+    """Settings of the losses, one per network: (M, 1)."""
 
-    clip_coef: torch.Tensor  # (M, 1)
-    value_clip_coef: torch.Tensor  # (M, 1)
-    ent_coef: torch.Tensor  # (M,)
-    vf_coef: torch.Tensor  # (M,)
+    ratio_low: torch.Tensor  # 1 - clip_coef
+    ratio_high: torch.Tensor  # 1 + clip_coef
+    value_clip: torch.Tensor | None  # infinite for networks without value clipping; None if none has it
+    ent_coef: torch.Tensor
+    vf_coef: torch.Tensor
+
+
+def loss_settings(args: Args, num_networks: int, device: torch.device) -> Settings:
+    """The arguments as tensors."""
+
+    def per_network(values) -> torch.Tensor:
+        return torch.tensor(values, device=device).expand(num_networks)[:, None]
+
+    clip_coef = per_network(args.clip_coef)
+    value_clip = per_network([c if c > 0 else float("inf") for c in args.value_clip_coef])
+    value_clip = value_clip if any(args.value_clip_coef) else None
+    ent_coef, vf_coef = per_network(args.ent_coef), per_network(args.vf_coef)
+    return Settings(1 - clip_coef, 1 + clip_coef, value_clip, ent_coef, vf_coef)
 
 
 def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -370,24 +384,22 @@ def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) ->
         advantage = advantage - (advantage * weight).sum(1, keepdim=True)
         advantage = advantage / ((advantage.square() * weight).sum(1, keepdim=True).sqrt() + 1e-8)
 
-    clipped_ratio = torch.clamp(ratio, 1 - settings.clip_coef, 1 + settings.clip_coef)
+    clipped_ratio = torch.clamp(ratio, settings.ratio_low, settings.ratio_high)
     policy_loss = -torch.min(advantage * ratio, advantage * clipped_ratio)
 
-    change = torch.clamp(
-        agent.critic(batch.features).squeeze(-1) - batch.value, -settings.value_clip_coef, settings.value_clip_coef
-    )
-    value_loss = (batch.value + change - batch.return_).square()
+    new_value = agent.critic(batch.features).squeeze(-1)
+    if settings.value_clip is not None:
+        new_value = batch.value + torch.clamp(new_value - batch.value, -settings.value_clip, settings.value_clip)
+    value_loss = (new_value - batch.return_).square()
 
     entropy = -(log_probs.exp() * log_probs).sum(-1)
+    loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
 
     with torch.no_grad():
         approx_kl = ratio - 1 - log_ratio
-        clipped = ((ratio - 1).abs() > settings.clip_coef).float()
-
-    # each (M, B), weighted and summed to (M,)
-    stats = (torch.stack([policy_loss, value_loss, entropy, approx_kl, clipped]) * weight).sum(-1)
-    loss = stats[0] + settings.vf_coef * stats[1] - settings.ent_coef * stats[2]
-    return loss, stats.detach()
+        clipped = (ratio != clipped_ratio).float()
+        stats = (torch.stack([policy_loss, value_loss, entropy, approx_kl, clipped]) * weight).sum(-1)
+    return (loss * weight).sum(1), stats
 
 
 def stack_parameters(agent: Agent) -> torch.Tensor:
@@ -405,17 +417,8 @@ def stack_parameters(agent: Agent) -> torch.Tensor:
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     device, num_networks, batch_size = batch.action.device, *batch.action.shape
-
-    def per_network(values: tuple[float, ...]) -> torch.Tensor:  # (M,)
-        return torch.tensor(values, device=device).expand(num_networks)
-
-    settings = Settings(
-        clip_coef=per_network(args.clip_coef)[:, None],
-        value_clip_coef=per_network([c if c > 0 else float("inf") for c in args.value_clip_coef])[:, None],
-        ent_coef=per_network(args.ent_coef),
-        vf_coef=per_network(args.vf_coef),
-    )
-    max_norm = per_network(args.max_grad_norm)[:, None]
+    settings = loss_settings(args, num_networks, device)
+    max_norm = torch.tensor(args.max_grad_norm, device=device).expand(num_networks)[:, None]
     parameters = list(agent.parameters())
     rows = [group["params"][0] for group in optimizer.param_groups]  # row m holds the parameters of network m
     target_kl = np.broadcast_to(args.target_kl, num_networks)
@@ -473,7 +476,16 @@ def check_args(args: Args) -> None:
 def check_per_agent(args: Args, num_agents: int) -> None:
     """Check the lengths of the settings that are given once or per agent."""
     of_rewards = ["gamma", "gae_lambda", "reward_scale"]
-    of_networks = ["learning_rate", "lr_schedule", "update_epochs", "max_grad_norm", "target_kl", *Settings._fields]
+    of_networks = [
+        "learning_rate",
+        "lr_schedule",
+        "update_epochs",
+        "clip_coef",
+        "value_clip_coef",
+        "ent_coef",
+        "vf_coef",
+    ]
+    of_networks += ["max_grad_norm", "target_kl"]
     for name in of_rewards + of_networks:
         flag, length = f"--{name.replace('_', '-')}", len(getattr(args, name))
         check(length in (1, num_agents), f"{flag} takes one value or one for each of {num_agents} agents, not {length}")

@@ -14,7 +14,8 @@ from cleanmarl.run import evaluate, load_checkpoint
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
 
-SETTINGS = ippo.Settings(*torch.full((2, 3, 1), 0.2), *torch.full((2, 3), 0.2))
+ARGS = ippo.Args(value_clip_coef=(0.2,), ent_coef=(0.2,), vf_coef=(0.2,))
+SETTINGS = ippo.loss_settings(ARGS, 3, torch.device("cpu"))
 
 
 class Toy(MultiAgentVectorEnv):
