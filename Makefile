@@ -22,7 +22,7 @@ train:  ## train ippo.py on simple_spread for about a minute, or ALG on ENV_ID
 
 test:  ## run every test
 	@$(PYTHON) bootstrap.py $(TEST_GROUPS)
-	@$(RUN) -m pytest
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest
 
 lint:  ## check style, as CI does
 	@$(PYTHON) bootstrap.py dev
