@@ -202,7 +202,7 @@ class Agent(nn.Module):
 
     def logits(self, features: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (M, B, K), illegal ones far below; features (M, B, D) are normalised, action_mask is (M, B, K)."""
-        return torch.where(action_mask, self.actor(features), -1e8)
+        return self.actor(features).masked_fill(~action_mask, -1e8)
 
     def value(self, features: torch.Tensor) -> torch.Tensor:
         """Values (M, B) in the unit of the returns. features: normalised."""
@@ -215,17 +215,14 @@ def numpy_actor(agent: Agent):
 
     For the few rows of one step it takes a quarter of torch's time, most of which is not arithmetic.
     """
-    layers = [(layer.weight.detach().cpu().numpy(), layer.bias.detach().cpu().numpy()) for layer in agent.actor[::2]]
+    w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
     if agent.obs_stats is not None:
         mean, std = agent.obs_stats.mean.cpu().numpy(), (agent.obs_stats.var + 1e-8).sqrt().cpu().numpy()
 
     def actor(x: np.ndarray) -> np.ndarray:
         if agent.obs_stats is not None:
             x = ((x - mean) / std).clip(-10, 10)
-        for weight, bias in layers[:-1]:
-            x = np.tanh(x @ weight + bias)
-        weight, bias = layers[-1]
-        return x @ weight + bias
+        return np.tanh(np.tanh(x @ w1 + b1) @ w2 + b2) @ w3 + b3
 
     return actor
 
@@ -348,26 +345,27 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
 
 
 class Settings(NamedTuple):
-    """Settings of the losses, one per network: (M, 1)."""
+    """Settings of an update: a number where one value was given, (M, 1) where the agents have their own."""
 
-    ratio_low: torch.Tensor  # 1 - clip_coef
-    ratio_high: torch.Tensor  # 1 + clip_coef
-    value_clip: torch.Tensor | None  # infinite for networks without value clipping; None if none has it
-    ent_coef: torch.Tensor
-    vf_coef: torch.Tensor
+    ratio_low: float | torch.Tensor  # 1 - clip_coef
+    ratio_high: float | torch.Tensor  # 1 + clip_coef
+    value_clip: float | torch.Tensor | None  # infinite for agents without value clipping; None if none has it
+    ent_coef: float | torch.Tensor
+    vf_coef: float | torch.Tensor
+    max_grad_norm: float | torch.Tensor
 
 
-def loss_settings(args: Args, num_networks: int, device: torch.device) -> Settings:
-    """The arguments as tensors."""
+def make_settings(args: Args, device: torch.device) -> Settings:
+    """The arguments that an update computes with."""
 
-    def per_network(values) -> torch.Tensor:
-        return torch.tensor(values, device=device).expand(num_networks)[:, None]
+    def per_network(values):
+        return values[0] if len(values) == 1 else torch.tensor(values, device=device)[:, None]
 
     clip_coef = per_network(args.clip_coef)
     value_clip = per_network([c if c > 0 else float("inf") for c in args.value_clip_coef])
     value_clip = value_clip if any(args.value_clip_coef) else None
-    ent_coef, vf_coef = per_network(args.ent_coef), per_network(args.vf_coef)
-    return Settings(1 - clip_coef, 1 + clip_coef, value_clip, ent_coef, vf_coef)
+    ent_coef, vf_coef, max_grad_norm = map(per_network, (args.ent_coef, args.vf_coef, args.max_grad_norm))
+    return Settings(1 - clip_coef, 1 + clip_coef, value_clip, ent_coef, vf_coef, max_grad_norm)
 
 
 def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -414,11 +412,9 @@ def stack_parameters(agent: Agent) -> torch.Tensor:
     return rows
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
-    device, num_networks, batch_size = batch.action.device, *batch.action.shape
-    settings = loss_settings(args, num_networks, device)
-    max_norm = torch.tensor(args.max_grad_norm, device=device).expand(num_networks)[:, None]
+    num_networks, batch_size = batch.action.shape
     parameters = list(agent.parameters())
     rows = [group["params"][0] for group in optimizer.param_groups]  # row m holds the parameters of network m
     target_kl = np.broadcast_to(args.target_kl, num_networks)
@@ -426,19 +422,19 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
     all_stats = []
     for epoch in range(max(args.update_epochs)):
         active &= epoch < np.array(args.update_epochs)
-        shuffled = batch
+        minibatches = [batch]
         if args.num_minibatches > 1:
-            order = torch.randperm(batch_size, device=device)
-            shuffled = [x[:, order] for x in batch]
-        minibatches = zip(*(x.split(batch_size // args.num_minibatches, dim=1) for x in shuffled))
+            order = torch.randperm(batch_size, device=batch.action.device)
+            parts = [x[:, order].split(batch_size // args.num_minibatches, dim=1) for x in batch]
+            minibatches = map(Batch._make, zip(*parts))
         epoch_kl = 0.0
         for minibatch in minibatches:
-            loss, stats = ippo_loss(agent, Batch(*minibatch), settings, args.norm_adv)
+            loss, stats = ippo_loss(agent, minibatch, settings, args.norm_adv)
             if target_kl.any():
                 active &= (target_kl == 0) | (stats[3].cpu().numpy() <= target_kl)
             # The losses share no parameter: the gradient of their sum is each network's gradient of its own loss.
             gradient = torch.cat([g.flatten(1) for g in torch.autograd.grad(loss.sum(), parameters)], dim=1)  # (M, P)
-            gradient *= (max_norm / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
+            gradient *= (settings.max_grad_norm / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
             for m, row in enumerate(rows):
                 row.grad = gradient[m] if active[m] else None  # Adam leaves a row without gradient alone
             optimizer.step()
@@ -523,6 +519,7 @@ def main(args: Args) -> Path:
         done=np.zeros((T, N, A), bool),
     )
 
+    settings = make_settings(args, device)
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
         now = envs.reset(seed=args.seed + run.step)
@@ -536,7 +533,7 @@ def main(args: Args) -> Path:
             batch = estimate(agent, rollout, now[0], args)
             metrics = {}
             if run.step > max(args.random_timesteps, args.learning_starts):
-                metrics = update(agent, optimizer, batch, args)
+                metrics = update(agent, optimizer, batch, settings, args)
                 metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
             if agent.obs_stats is not None:  # only now: the update needs the statistics that the rollout acted with
                 features = agent.features(rollout.obs.reshape(steps_per_update, A, D))

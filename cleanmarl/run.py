@@ -15,6 +15,7 @@ TensorBoard events, `checkpoint.pt` and, once the run is complete, `done.json`.
 """
 
 import dataclasses
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -277,6 +278,8 @@ class Run:
     def __enter__(self) -> "Run":
         if threading.current_thread() is threading.main_thread():
             self.old_handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        gc.collect()
+        gc.freeze()  # what was imported is not searched for garbage again: a tenth of a fast script's time
         if sys.stderr.isatty():
             self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
         return self

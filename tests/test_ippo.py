@@ -15,7 +15,7 @@ from cleanmarl.run import evaluate, load_checkpoint
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
 
 ARGS = ippo.Args(value_clip_coef=(0.2,), ent_coef=(0.2,), vf_coef=(0.2,))
-SETTINGS = ippo.loss_settings(ARGS, 3, torch.device("cpu"))
+SETTINGS = ippo.make_settings(ARGS, torch.device("cpu"))
 
 
 class Toy(MultiAgentVectorEnv):
@@ -197,7 +197,7 @@ def test_stacked_agents_learn_like_agents_trained_alone(env_id, toy):
     learners = [(alone(agent.actor, i), alone(agent.critic, i)) for i in range(3)]
     optimizer = optimizer_for(agent, args.learning_rate, eps=1e-5)
     torch.manual_seed(5)
-    ippo.update(agent, optimizer, batch, args)
+    ippo.update(agent, optimizer, batch, ippo.make_settings(args, torch.device("cpu")), args)
 
     stopped_early = False
     for i, (actor, critic) in enumerate(learners):
