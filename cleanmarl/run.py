@@ -287,6 +287,7 @@ class Run:
     def __exit__(self, error_type, error, traceback) -> None:
         for signum, handler in getattr(self, "old_handlers", {}).items():
             signal.signal(signum, handler)
+        gc.unfreeze()
         if error_type is None:
             self.save()
             seconds = round(time.perf_counter() - self.start_time, 1)
