@@ -427,7 +427,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
             order = torch.randperm(batch_size, device=batch.action.device)
             parts = [x[:, order].split(batch_size // args.num_minibatches, dim=1) for x in batch]
             minibatches = map(Batch._make, zip(*parts))
-        epoch_kl = 0.0
         for minibatch in minibatches:
             loss, stats = ippo_loss(agent, minibatch, settings, args.norm_adv)
             if target_kl.any():
@@ -439,8 +438,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
                 row.grad = gradient[m] if active[m] else None  # Adam leaves a row without gradient alone
             optimizer.step()
             all_stats.append(stats)
-            epoch_kl = epoch_kl + stats[3] / args.num_minibatches
-        adapt_learning_rate(optimizer, epoch_kl, args)
+        if "kl-adaptive" in args.lr_schedule:
+            epoch_kl = torch.stack(all_stats[-args.num_minibatches :])[:, 3].mean(0)  # (M,)
+            adapt_learning_rate(optimizer, epoch_kl, args)
         if not active.any():
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]

@@ -348,6 +348,14 @@ def test_learning_rate_schedules():
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([1e-3 / 1.5, 1e-3, 1.5e-3])
 
 
+def test_kl_adaptive_rate_follows_every_epoch(tmp_path):
+    args = ippo.Args(
+        **SMALL, lr_schedule=("kl-adaptive",), lr_kl_target=1e-12, update_epochs=(3,), runs_dir=str(tmp_path)
+    )
+    groups = load_checkpoint(ippo.main(args))["modules"]["optimizer"]["param_groups"]
+    assert [g["lr"] for g in groups] == pytest.approx([5e-4 / 1.5**6] * 3)  # three epochs of two updates, all too far
+
+
 def test_linear_and_constant_schedules_per_agent(tmp_path):
     schedule = ("linear", "constant", "linear")
     args = ippo.Args(**SMALL, lr_schedule=schedule, learning_rate=(1e-3, 2e-3, 3e-3), runs_dir=str(tmp_path))
