@@ -416,7 +416,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     num_networks, batch_size = batch.action.shape
     parameters = list(agent.parameters())
-    rows = [group["params"][0] for group in optimizer.param_groups]  # row m holds the parameters of network m
+    rows = [row for group in optimizer.param_groups for row in group["params"]]  # row m: the parameters of network m
     target_kl = np.broadcast_to(args.target_kl, num_networks)
     active = np.ones(num_networks, bool)  # networks that still learn from this rollout
     all_stats = []
@@ -434,8 +434,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
             # The losses share no parameter: the gradient of their sum is each network's gradient of its own loss.
             gradient = torch.cat([g.flatten(1) for g in torch.autograd.grad(loss.sum(), parameters)], dim=1)  # (M, P)
             gradient *= (settings.max_grad_norm / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
-            for m, row in enumerate(rows):
-                row.grad = gradient[m] if active[m] else None  # Adam leaves a row without gradient alone
+            for row, row_gradient, is_active in zip(rows, gradient.unbind(), active):
+                row.grad = row_gradient if is_active else None  # Adam leaves a row without gradient alone
             optimizer.step()
             all_stats.append(stats)
         if "kl-adaptive" in args.lr_schedule:
@@ -509,6 +509,8 @@ def main(args: Args) -> Path:
     rows = stack_parameters(agent)
     learning_rate = np.broadcast_to(args.learning_rate, len(rows)).tolist()
     groups = [{"params": [row], "lr": lr} for row, lr in zip(rows, learning_rate)]
+    if len(args.learning_rate) == len(args.lr_schedule) == 1 and "kl-adaptive" not in args.lr_schedule:
+        groups = [{"params": list(rows), "lr": learning_rate[0]}]  # one call of Adam for all
     optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
     rollout = Rollout(
         obs=np.zeros((T, N, A, D), np.float32),
