@@ -390,7 +390,7 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_saves_and_leaves_no_process(signum, status, tmp_path, monkeypatch):
     flags = ["--env-id", "pz/mpe2/simple_spread_v3", "--num-envs", 2, "--num-steps", 25, "--update-epochs", 1]
-    flags += ["--total-timesteps", 100_000, "--checkpoint-interval", 10**9, "--runs-dir", tmp_path]
+    flags += ["--total-timesteps", 50_000, "--checkpoint-interval", 10**9, "--runs-dir", tmp_path]
     with started("ippo", *flags) as process:
         folder = run_folder(tmp_path)
         wait_for(lambda: "train/policy_loss" in scalars(folder))
