@@ -5,9 +5,12 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
 # classic control: our defaults are the write-up's hyper-parameters
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 \
-    --num-seeds 5 --workers "$WORKERS" --runs-dir runs/ppo
-$PYTHON benchmark/plot.py runs/ppo --out docs/results/ppo_classic_control
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids CartPole-v1 --num-seeds 5 \
+    --workers "$WORKERS" --runs-dir runs/ppo_cartpole
+$PYTHON benchmark/plot.py runs/ppo_cartpole --out docs/results/ppo_cartpole --line random=22
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids Acrobot-v1 LunarLander-v3 --num-seeds 5 \
+    --workers "$WORKERS" --runs-dir runs/ppo_classic_control
+$PYTHON benchmark/plot.py runs/ppo_classic_control --out docs/results/ppo_classic_control
 
 # one network for policy and value beside two: same flags as ppo.py
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 \
