@@ -445,8 +445,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean((0, 2)).tolist())}
-    residual = batch.return_ - batch.value
-    metrics["train/explained_variance"] = 1 - residual.var() / batch.return_.var()
+    return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
+    metrics["train/explained_variance"] = 1 - (return_ - value).var() / return_.var()
     return metrics
 
 

@@ -260,6 +260,15 @@ def test_dead_agents_add_nothing(toy):
         torch.testing.assert_close(a, b)
 
 
+def test_explained_variance_leaves_dead_agents_out(toy):
+    args = ippo.Args(env_id=toy, **SMALL)
+    agent, _, batch = collected(args)
+    batch = batch._replace(value=torch.where(batch.alive > 0, batch.return_, 1e3))  # perfect for the living alone
+    settings_ = ippo.make_settings(args, torch.device("cpu"))
+    metrics = ippo.update(agent, optimizer_for(agent, 1e-4), batch, settings_, args)
+    assert metrics["train/explained_variance"] == pytest.approx(1)
+
+
 def test_death_and_the_end_of_an_episode_cut_the_returns_of_an_agent(toy):
     args = ippo.Args(
         env_id=toy, **SMALL, time_limit_bootstrap=True, gamma=(0.9, 0.8, 0.7), reward_scale=(1.0, 10.0, 1.0)
