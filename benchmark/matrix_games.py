@@ -1,0 +1,335 @@
+"""The matrix games of the CoPPO paper, section 4.1, appendices C.1 and D.1: figures 1, 2, 5 by our scripts' functions.
+
+    python benchmark/matrix_games.py --out results/matrix_games --seeds 30 --workers 2
+
+Trains what is missing in OUT/runs (an .npz per game and variant, of all seeds; an interrupted call goes on there). Then
+it writes figure1.svg (the penalty game), figure2.svg (its inner clip), figure5.svg (other games), table.md, curves.csv.
+All seeds of a variant learn side by side: their teams are stacked into the networks of one run, which collects,
+estimates and updates with the functions of coppo.py and coma.py. Recorded per update of 20 plays, and for each seed:
+
+    reward        mean reward of the team
+    variance      running variance of the policy gradient, summed over all parameters of all agents: one sample is the
+                  mean over the epochs of an update, and E[g^2] - E[g]^2 is from exponential averages (0.99, unbiased)
+    penalties     for every penalty (three alike) and every epoch, the mean over the three of what weighs a gradient:
+                  g A for CoPPO, A for the others
+
+Intervals are 95 % bootstrap intervals of the mean over seeds.
+
+All use the settings of appendix C.1, which leaves open what one update learns from. Here that is 20 plays, with one
+critic per agent, and no entropy bonus, normalisation or limit on gradients. Policies explore by epsilon-greedy; the
+mixture is the policy, so its probabilities make the ratios. CoPPO, MAPPO and COMA have counterfactual advantages from
+critics of joint actions, as in the paper. MAPPO is coppo.py with an inner clip of 0, which holds the others' ratios at
+1. IPPO is the same with critics of the state: it is all there is to see, so they are ippo.py's independent critics.
+"""
+
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import tyro
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from cleanmarl import coma, coppo
+from cleanmarl.envs import MultiAgentVectorEnv, make
+
+PLAYS = 20  # per update
+EPOCHS = 8
+GAMES = ["penalty-free", "penalty-100", "one-optimum", "climbing-4p", "climbing-4p-penalty", "climbing-4p-rising"]
+BEST = {"penalty": 50, "penalty-free": 50, "penalty-100": 100, "one-optimum": 50}  # 90 in the others
+ALGORITHMS = ["CoPPO", "MAPPO", "IPPO", "COMA"]
+INNER_CLIPS = ["CoPPO 0.05", "CoPPO", "CoPPO 0.15", "CoPPO without double clipping"]
+COMMON = {
+    "total_timesteps": 10_000,
+    "num_envs": PLAYS,
+    "num_steps": 1,
+    "share_parameters": False,
+    "hidden_dim": 18,
+    "critic_hidden_dim": 72,
+    "learning_rate": 5e-4,
+    "critic_learning_rate": 5e-4,
+    "gamma": 0.99,
+    "epsilon_start": 0.9,
+    "epsilon_end": 0.02,
+    "epsilon_timesteps": 6000,
+    "ent_coef": 0.0,
+    "max_grad_norm": float("inf"),
+    "eval_episodes": 0,
+    "checkpoint_interval": 10**9,
+}
+COPPO = {"optimizer": "rmsprop", "update_epochs": EPOCHS, "clip_coef": 0.2, "advantage": "counterfactual"}
+COPPO |= {"norm_adv": False, "value_clip_coef": 0.0, "huber_delta": 0.0, "normalize_value": False}
+VARIANTS = {
+    "CoPPO": (coppo, COPPO | {"inner_clip_coef": 0.1}),
+    "CoPPO 0.05": (coppo, COPPO | {"inner_clip_coef": 0.05}),
+    "CoPPO 0.15": (coppo, COPPO | {"inner_clip_coef": 0.15}),
+    "CoPPO without double clipping": (coppo, COPPO | {"inner_clip_coef": float("inf")}),
+    "MAPPO": (coppo, COPPO | {"inner_clip_coef": 0.0}),
+    "IPPO": (coppo, COPPO | {"inner_clip_coef": 0.0, "advantage": "gae"}),
+    "COMA": (coma, {}),
+}
+
+
+@dataclass
+class Args:
+    out: Path
+    """folder of the results"""
+    seeds: int = 30
+    """runs of each variant on each game"""
+    workers: int = 2
+    """processes that train side by side"""
+
+
+def split(x):
+    """(R, 4 * teams, ...) -> (R * teams, 4, ...), arrays or tensors. Agent i of team s is i * teams + s."""
+    return x.reshape(len(x), 4, -1, *x.shape[2:]).swapaxes(1, 2).reshape(-1, 4, *x.shape[2:])
+
+
+def join(x, num_rows: int):
+    """(R * teams, 4, ...) -> (R, 4 * teams, ...), the inverse of `split`."""
+    return x.reshape(num_rows, -1, *x.shape[1:]).swapaxes(1, 2).reshape(num_rows, -1, *x.shape[2:])
+
+
+class Games(MultiAgentVectorEnv):
+    """A matrix game that many teams play, each for itself; their agents are the agents of one environment."""
+
+    def __init__(self, game: str, num_envs: int, num_teams: int):
+        self.table, A = make(f"matrix/{game}").table, 4 * num_teams
+        self._set_spaces(num_envs, [f"agent_{a}" for a in range(A)], [1] * A, [9] * A, 4)
+        self.obs = np.ones((num_envs, A, 1), np.float32)
+        self.info = {"state": np.ones((num_envs, 4), np.float32), "agent_mask": np.ones((num_envs, A), bool)}
+        self.info["action_mask"] = np.ones((num_envs, A, 9), bool)
+
+    def reset(self, *, seed=None, options=None):
+        return self.obs, self.info
+
+    def step(self, action):
+        reward = self.table[tuple(split(action).T)]  # (N * teams,)
+        reward = join(np.repeat(reward[:, None], 4, axis=1), len(action))
+        return self.obs, reward, np.ones(len(action), bool), np.zeros(len(action), bool), self.info
+
+
+def make_teams(script, args, seeds):
+    """The script's agents of every seed, as the networks of one agent."""
+    one_team = make(args.env_id)
+
+    class Teams(script.Agent):
+        def critic_features(self, state, obs, alive, action):
+            state = np.repeat(state, len(seeds), axis=0)
+            return join(super().critic_features(state, *map(split, (obs, alive, action))), len(obs))
+
+    teams, members = Teams(one_team, args), []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        members.append(script.Agent(one_team, args))
+    for parameter, *of_members in zip(teams.parameters(), *(member.parameters() for member in members)):
+        parameter.data = torch.stack([p.detach() for p in of_members], dim=1).flatten(0, 1)
+    teams.num_agents = 4 * len(seeds)
+    return teams
+
+
+class Recorder:
+    """What happens to the teams within an update, seen by the script's `actor_loss` and its optimizer's steps."""
+
+    def __init__(self, script, in_turn: bool):
+        self.script, self.turns = script, 4 if in_turn else 1
+        self.actor_loss = script.actor_loss
+        self.rewards, self.variances, self.penalties = [], [], []
+        self.mean = self.square = 0
+
+    def begin_update(self, rollout):
+        reward, action = split(rollout.reward[0])[:, 0], split(rollout.action[0])
+        self.rewards.append(reward.reshape(PLAYS, -1).mean(0))
+        alike = (action[:, :, None] == action[:, None]).sum(-1)  # (R * teams, 4) agents with the same action, all told
+        self.rows, self.agents = np.nonzero(alike == 3)  # three entries for each penalty
+        self.weights, self.gradient, self.calls = [], 0, 0
+
+    @torch.no_grad()
+    def watch(self, agent, batch, args):
+        """In the place of `actor_loss`: notes what weighs the gradients of the three agents of every penalty."""
+        log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1)
+        if self.script is coma:
+            values = agent.values(agent.critic, batch.critic_features)
+            weight = coma.counterfactual_advantage(values, log_probs, batch.action)
+        else:
+            log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob
+            weight = batch.advantage * coppo.ratio_of_others(log_ratio, args)[1]
+        weight = split(weight.numpy())[self.rows, self.agents]
+        turn = self.calls % self.turns
+        if turn == 0:
+            self.weights.append(weight)
+        mine = (self.agents == turn) | (self.turns == 1)
+        self.weights[-1][mine] = weight[mine]  # as it is when it is an agent's turn
+        self.calls += 1
+        with torch.enable_grad():
+            return self.actor_loss(agent, batch, args)
+
+    def before_step(self, optimizer, *_):
+        actors = optimizer.param_groups[0]["params"]
+        self.gradient += torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in actors]).double()
+
+    def end_update(self):
+        num_teams = len(self.rewards[-1])
+        weights = np.array(self.weights).reshape(len(self.weights), -1, 3).mean(-1)  # (epochs, penalties)
+        teams = self.rows[::3] % num_teams
+        self.penalties.append([weights[:, teams == s].T for s in range(num_teams)])
+        gradient = (self.gradient / len(self.weights)).reshape(4, num_teams, -1)
+        self.mean, self.square = 0.99 * self.mean + 0.01 * gradient, 0.99 * self.square + 0.01 * gradient**2
+        unbias = 1 - 0.99 ** len(self.rewards)
+        self.variances.append((self.square / unbias - (self.mean / unbias) ** 2).sum((0, 2)).numpy())
+
+
+def train(job) -> str:
+    """One variant on one game with all its seeds, recorded in its file: what `main` of the script does, for teams."""
+    game, variant, seeds, path = job
+    script, settings = VARIANTS[variant]
+    args = script.Args(env_id=f"matrix/{game}", **COMMON, **settings)
+    torch.set_num_threads(1)
+    agent, envs = make_teams(script, args, seeds), Games(game, PLAYS, len(seeds))
+    torch.manual_seed(seeds[0])
+    actors, critics = script.stack_parameters(agent.actor), script.stack_parameters(agent.critic)
+    in_turn = script is coppo and args.inner_clip_coef > 0
+    groups = [{"params": list(actors.split(len(seeds))) if in_turn else [actors], "lr": args.learning_rate}]
+    groups.append({"params": [critics], "lr": args.critic_learning_rate})
+    optimizer = torch.optim.RMSprop(groups, alpha=0.99, eps=1e-5)
+    shape = (1, PLAYS, 4 * len(seeds))
+    masks = np.zeros((*shape, 9), bool), np.zeros(shape, bool)
+    rest = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, bool)
+    rollout = script.Rollout(np.zeros((*shape, 1), np.float32), np.zeros((1, PLAYS, 4), np.float32), *masks, *rest)
+
+    recorder, ratio_of_others = Recorder(script, in_turn), coppo.ratio_of_others
+    coppo.ratio_of_others = lambda x, args: [join(y, len(x)) for y in ratio_of_others(split(x), args)]
+    script.actor_loss = recorder.watch
+    hook = register_optimizer_step_pre_hook(recorder.before_step)
+    now = envs.reset()
+    for iteration in range(args.total_timesteps // PLAYS):
+        progress = min(iteration * PLAYS / args.epsilon_timesteps, 1)
+        agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
+        now = script.collect(agent, envs, now, rollout, args, None)
+        batch = script.estimate(agent, rollout, *now, args)
+        recorder.begin_update(rollout)
+        script.update(agent, optimizer, batch, *([iteration] if script is coma else []), args)
+        recorder.end_update()
+    hook.remove()
+    script.actor_loss, coppo.ratio_of_others = recorder.actor_loss, ratio_of_others
+
+    penalties = [np.concatenate(of_team) for of_team in zip(*recorder.penalties)]  # each (penalties, epochs)
+    temporary = path.with_suffix(".tmp.npz")
+    results = {f"penalties_{seed}": p.astype(np.float32) for seed, p in zip(seeds, penalties)}
+    np.savez_compressed(
+        temporary, reward=np.array(recorder.rewards).T, variance=np.array(recorder.variances).T, **results
+    )
+    temporary.rename(path)
+    return path.stem
+
+
+def find_jobs(args: Args) -> list:
+    """What is to be trained; the penalty game comes first."""
+    jobs = [("penalty", variant) for variant in VARIANTS] + [(game, a) for game in GAMES for a in ALGORITHMS]
+    jobs = [(game, variant, range(1, args.seeds + 1), run_path(args.out, game, variant)) for game, variant in jobs]
+    return [job for job in jobs if not job[-1].exists()]
+
+
+def run_path(out: Path, game: str, variant: str) -> Path:
+    return out / "runs" / f"{game}__{variant.replace(' ', '-')}.npz"
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over the seeds and its 95 % bootstrap interval; values (seeds, ...)."""
+    rng = np.random.default_rng(0)
+    means = np.stack([values[rng.integers(len(values), size=len(values))].mean(0) for _ in range(1000)])
+    return values.mean(0), *np.percentile(means, [2.5, 97.5], axis=0)
+
+
+def draw(axis, x: np.ndarray, values: np.ndarray, label: str, rows: list, panel: str) -> None:
+    """A curve with its interval, which also goes to `rows` of the CSV; values (seeds, points)."""
+    mean, low, high = interval(values)
+    color = axis.plot(x, mean, label=label)[0].get_color()
+    axis.fill_between(x, low, high, alpha=0.2, linewidth=0, color=color)
+    rows += [f"{panel},{label},{a:g},{b:.6g},{c:.6g},{d:.6g}" for a, b, c, d in zip(x, mean, low, high)]
+
+
+def binned(values: np.ndarray) -> np.ndarray:
+    """(seeds, 500) -> (seeds, 50): means over ten updates each."""
+    return values.reshape(len(values), 50, -1).mean(2)
+
+
+def table_row(reward: np.ndarray, game: str, variant: str) -> str:
+    ends = [reward[:, -50:].mean(1), reward.mean(1)]  # the last 1,000 plays, all plays
+    cells = ["{:.1f} [{:.1f}, {:.1f}]".format(*interval(values)) for values in ends]
+    solved = (ends[0] > BEST.get(game, 90) / 2).mean()
+    return f"| {game} | {variant} | {len(reward)} | {cells[0]} | {cells[1]} | {solved:.0%} |"
+
+
+def main(args: Args) -> None:
+    (args.out / "runs").mkdir(parents=True, exist_ok=True)
+    jobs = find_jobs(args)
+    if jobs:
+        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+            for i, name in enumerate(pool.imap_unordered(train, jobs), start=1):
+                print(f"{i}/{len(jobs)} {name}", flush=True)
+
+    plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"})
+    steps, csv = np.arange(1, 51) * 200, ["panel,variant,x,mean,low,high"]
+    figure, ((reward, advantage), (change, variance)) = plt.subplots(2, 2, figsize=(9, 6), layout="constrained")
+    for algorithm in ALGORITHMS:
+        runs = np.load(run_path(args.out, "penalty", algorithm))
+        draw(reward, steps, binned(runs["reward"]), algorithm, csv, "figure 1, reward")
+        draw(variance, steps, binned(runs["variance"]), algorithm, csv, "figure 1, variance")
+        penalties = [runs[name] for name in runs if name.startswith("penalties")]  # each (penalties, epochs)
+        first = min(70, *map(len, penalties))
+        after = np.stack([p[:first].mean(1) for p in penalties])
+        draw(advantage, np.arange(1, first + 1), after, algorithm, csv, "figure 1, advantage after a penalty")
+        by_epoch = np.stack([np.broadcast_to(p.mean(0), EPOCHS) for p in penalties])
+        draw(change, np.arange(1, EPOCHS + 1), by_epoch, algorithm, csv, "figure 1, advantage over the epochs")
+    reward.set(xlabel="environment steps", ylabel="reward of the team")
+    advantage.set(xlabel="penalty", ylabel="advantage of the three alike")
+    change.set(xlabel="epoch after a penalty", ylabel="advantage of the three alike")
+    variance.set(xlabel="environment steps", ylabel="variance of the policy gradient", yscale="log")
+    reward.legend(frameon=False)
+    save(figure, args.out / "figure1")
+
+    figure, (reward, variance) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    for variant in INNER_CLIPS:
+        runs, label = np.load(run_path(args.out, "penalty", variant)), "CoPPO 0.10" if variant == "CoPPO" else variant
+        draw(reward, steps, binned(runs["reward"]), label, csv, "figure 2, reward")
+        draw(variance, steps, binned(runs["variance"]), label, csv, "figure 2, variance")
+    reward.set(xlabel="environment steps", ylabel="reward of the team")
+    variance.set(xlabel="environment steps", ylabel="variance of the policy gradient", yscale="log")
+    reward.legend(frameon=False)
+    save(figure, args.out / "figure2")
+
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained", sharex=True)
+    for axis, game in zip(axes.flat, GAMES):
+        for algorithm in ALGORITHMS:
+            reward = np.load(run_path(args.out, game, algorithm))["reward"]
+            draw(axis, steps, binned(reward), algorithm, csv, f"figure 5, {game}")
+        axis.set(title=game)
+    for axis in axes[1]:
+        axis.set(xlabel="environment steps")
+    for axis in axes[:, 0]:
+        axis.set(ylabel="reward of the team")
+    axes[0, 0].legend(frameon=False)
+    save(figure, args.out / "figure5")
+
+    rows = ["| game | variant | runs | last 1,000 plays | all 10,000 plays | solved |", "|---|---|---|---|---|---|"]
+    for game, variant, *_ in [("penalty", v) for v in VARIANTS] + [(game, a) for game in GAMES for a in ALGORITHMS]:
+        rows.append(table_row(np.load(run_path(args.out, game, variant))["reward"], game, variant))
+    (args.out / "table.md").write_text("\n".join(rows) + "\n")
+    (args.out / "curves.csv").write_text("\n".join(csv) + "\n")
+
+
+def save(figure, path: Path) -> None:
+    """As SVG for the documentation and PNG to look at."""
+    figure.savefig(path.with_suffix(".svg"))
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

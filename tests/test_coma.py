@@ -1,0 +1,326 @@
+"""coma.py: the counterfactual baseline, TD(lambda) targets, target networks, both steps, masks and deaths."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cleanmarl.envs
+from cleanmarl import coma, enjoy
+from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
+from cleanmarl.run import load_checkpoint
+
+SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
+
+
+class Toy(MultiAgentVectorEnv):
+    """Three agents with different spaces, episodes of 6 steps (terminated in even environments, truncated in odd ones).
+
+    Agent 1 dies after its third step; the parity of the clock forbids agent 2's action 0 or 1. Observations are the
+    clock plus the agent's index, the state is the clock and its square. Everyone earns the clock, dead or alive.
+    """
+
+    def __init__(self, num_envs):
+        self._set_spaces(num_envs, ("a", "b", "c"), [2, 3, 1], [2, 4, 3], 2)
+        self.statistics = EpisodeStatistics(num_envs, 3)
+
+    def _look(self):
+        obs = np.zeros((self.num_envs, 3, 3), np.float32)
+        for i, size in enumerate(self.obs_sizes):
+            obs[:, i, :size] = self.clock + i
+        mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
+        mask[:, 2, self.clock % 2] = False
+        alive = np.ones((self.num_envs, 3), bool)
+        alive[:, 1] = self.clock < 3
+        obs[~alive] = 0
+        state = np.tile(np.array([self.clock, self.clock**2], np.float32), (self.num_envs, 1))
+        return obs, {"state": state, "action_mask": mask, "agent_mask": alive}
+
+    def reset(self, *, seed=None, options=None):
+        self.clock = 0
+        return self._look()
+
+    def step(self, action):
+        _, before = self._look()
+        legal = np.take_along_axis(before["action_mask"], action[..., None], -1)[..., 0]
+        assert legal[before["agent_mask"]].all(), "an illegal action"
+        self.clock += 1
+        reward = np.full((self.num_envs, 3), self.clock, np.float32)
+        ended = np.full(self.num_envs, self.clock == 6)
+        odd = np.arange(self.num_envs) % 2 == 1
+        self.statistics.add(reward)
+        final, final_info = self._look()
+        if ended.any():
+            self.clock = 0
+        obs, info = self._look()
+        if ended.any():
+            info["final_obs"], info["_final_obs"], info["final_state"] = final, ended, final_info["state"]
+            info["final_action_mask"] = final_info["action_mask"]
+            self.statistics.end(ended, info)
+        return obs, reward, ended & ~odd, ended & odd, info
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """`toy` as an environment family."""
+    monkeypatch.setattr(
+        coma,
+        "make",
+        lambda env_id, num_envs, **o: Toy(num_envs) if env_id == "toy" else cleanmarl.envs.make(env_id, num_envs, **o),
+    )
+    return "toy"
+
+
+class Quiet:
+    step = 0
+
+    def log_episodes(self, info):
+        pass
+
+
+def make_rollout(args, envs):
+    T, N, S = args.num_steps, args.num_envs, envs.state_size
+    (A, D), K = envs.single_observation_space.shape, envs.real_actions.shape[1]
+    seen = np.zeros((T, N, A, D), np.float32), np.zeros((T, N, S), np.float32)
+    masks = np.zeros((T, N, A, K), bool), np.zeros((T, N, A), bool)
+    rest = np.zeros((T, N, A), np.int64), np.zeros((T, N, A), np.float32), np.zeros((T, N, A), bool)
+    return coma.Rollout(*seen, *masks, *rest)
+
+
+def collected(args, epsilon=0.3):
+    """Agent, rollout, what followed it, and batch of one rollout with policies far from uniform."""
+    torch.manual_seed(0)
+    envs = coma.make_envs(args, args.num_envs)
+    agent = coma.Agent(envs, args)
+    agent.epsilon = epsilon
+    with torch.no_grad():
+        agent.actor[-1].weight *= 100
+        for p in agent.critic.parameters():  # another one than the target network
+            p += 0.1 * torch.randn_like(p)
+    rollout = make_rollout(args, envs)
+    now = coma.collect(agent, envs, envs.reset(seed=1), rollout, args, Quiet())
+    return agent, rollout, now, coma.estimate(agent, rollout, *now, args)
+
+
+def optimizer_for(agent, lr):
+    groups = [{"params": [coma.stack_parameters(n)], "lr": rate} for n, rate in zip((agent.actor, agent.critic), lr)]
+    return torch.optim.SGD(groups)
+
+
+@given(st.integers(1, 10), st.floats(0, 0.5), st.floats(0, 1), st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None)
+def test_targets_are_the_mixture_of_all_n_step_returns(T, p_done, lambda_, seed):
+    rng = np.random.default_rng(seed)
+    gamma = rng.random()
+    reward, value, next_value = rng.normal(size=(T, 2, 3)), rng.normal(size=(T, 2, 3)), rng.normal(size=(2, 3))
+    done = rng.random((T, 2, 3)) < p_done
+    ours = coma.td_lambda(reward, value, next_value, done, gamma, lambda_)
+    values = np.concatenate([value, next_value[None]])
+    for n, a in np.ndindex(2, 3):
+        for t in range(T):
+            end = next((k for k in range(t, T) if done[k, n, a]), T - 1)  # the last reward that counts
+            returns = []
+            for steps in range(1, end - t + 2):
+                rewards = sum(gamma**k * reward[t + k, n, a] for k in range(steps))
+                bootstrap = 0 if done[t + steps - 1, n, a] else gamma**steps * values[t + steps, n, a]
+                returns.append(rewards + bootstrap)
+            weights = [(1 - lambda_) * lambda_**k for k in range(len(returns) - 1)] + [lambda_ ** (len(returns) - 1)]
+            assert ours[t, n, a] == pytest.approx(np.dot(weights, returns), abs=1e-9)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_baseline_is_the_enumerated_expectation(shared, toy):
+    """E over the own action of Q, each value taken from a rollout in which the agent did just that."""
+    args = coma.Args(env_id=toy, **SMALL, share_parameters=shared)
+    agent, rollout, now, batch = collected(args)
+    batch = batch._replace(action=batch.action.clone())  # it was the rollout's own memory
+    log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1).detach()
+    values = agent.values(agent.critic, batch.critic_features).detach()
+    advantage = coma.counterfactual_advantage(values, log_probs, batch.action)
+    original = rollout.action.copy()
+    for i in range(3):
+        baseline, own, mean_advantage = 0, [], 0
+        for k in range(4):
+            rollout.action[:] = original
+            rollout.action[:, :, i] = k
+            other = coma.estimate(agent, rollout, *now, args)
+            q = coma.of_action(agent.values(agent.critic, other.critic_features), other.action)[:, i].detach()
+            baseline = baseline + log_probs[:, i, k].exp() * q
+            a = coma.counterfactual_advantage(values, log_probs, other.action)
+            mean_advantage = mean_advantage + log_probs[:, i, k].exp() * a[:, i]
+            own.append(other.critic_features[:, i])
+        assert all(torch.equal(own[0], features) for features in own)  # a critic does not see its agent's own action
+        taken = coma.of_action(values, batch.action)[:, i]
+        torch.testing.assert_close(advantage[:, i], taken - baseline, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(mean_advantage, torch.zeros(200), atol=1e-5, rtol=0)
+    shifted = coma.counterfactual_advantage(values + torch.randn(200, 3, 1), log_probs, batch.action)
+    torch.testing.assert_close(shifted, advantage, atol=1e-5, rtol=1e-4)  # what the own action cannot change
+
+
+def test_critics_see_the_state_and_the_living_others_actions():
+    args = coma.Args(env_id="matrix/penalty", share_parameters=True)
+    envs = coma.make_envs(args, 1)
+    agent = coma.Agent(envs, args)
+    obs, info = envs.reset()
+    alive = np.array([[True, True, False, True]])
+    features = agent.critic_features(info["state"] * 7, obs, alive, np.array([[3, 1, 4, 5]]))
+    assert features.shape == (1, 4, 4 + 1 + 36 + 4) and features.dtype == np.float32
+    assert (features[0, 0, :4] == 7).all() and features[0, 0, 4] == 1
+    one_hot = features[0, 0, 5:41].reshape(4, 9)
+    assert one_hot.sum() == 2 and one_hot[1, 1] == one_hot[3, 5] == 1  # neither its own nor a dead agent's
+    assert (features[0, 2] == [0] * 41 + [0, 0, 1, 0]).all()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_losses_and_gradients_are_their_definition(shared, toy):
+    args = coma.Args(env_id=toy, **SMALL, share_parameters=shared, ent_coef=0.2)
+    agent, _, _, batch = collected(args)
+    batch = coma.Batch(*(x[10:40] for x in batch))
+    loss, policy_loss, entropy = coma.actor_loss(agent, batch, args)
+    critic = coma.critic_loss(agent, batch)
+    logits = agent.by_agent(agent.actor(agent.by_network(batch.features)))
+    q = agent.by_agent(agent.critic(agent.by_network(batch.critic_features)))
+    networks = [[(r, a) for r in range(30) for a in range(3)]]
+    if not shared:
+        networks = [[(r, a) for r in range(30)] for a in range(3)]
+    expected, expected_critic, entropies, policies = 0, [], [], []
+    for samples in networks:
+        living = [sample for sample in samples if batch.alive[sample]]
+        policy_terms, entropy_terms = [], []
+        for r, a in living:
+            legal = batch.action_mask[r, a]
+            probs = 0.7 * logits[r, a][legal].softmax(-1) + 0.3 / legal.sum()
+            action = legal[: batch.action[r, a]].sum()
+            advantage = (q[r, a][legal][action] - (probs * q[r, a][legal]).sum()).detach()
+            policy_terms.append(-advantage * probs[action].log())
+            entropy_terms.append(-(probs * probs.log()).sum())
+        policies.append(torch.stack(policy_terms).mean())
+        entropies.append(torch.stack(entropy_terms).mean())
+        expected = expected + policies[-1] - 0.2 * entropies[-1]
+        errors = [(q[sample][batch.action[sample]] - batch.target[sample]) ** 2 for sample in samples]
+        expected_critic.append(torch.stack(errors).mean())
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(critic[0], torch.stack(expected_critic), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(policy_loss, torch.stack(policies).mean(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(entropy, torch.stack(entropies).mean(), atol=1e-5, rtol=1e-4)
+    theirs = torch.autograd.grad(expected, list(agent.actor.parameters()))
+    for mine, reference in zip(torch.autograd.grad(loss, list(agent.actor.parameters())), theirs):
+        torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-3)
+    with pytest.raises(RuntimeError):  # the policy gradient leaves the critic alone
+        torch.autograd.grad(coma.actor_loss(agent, batch, args)[0], list(agent.critic.parameters()))
+
+
+def test_an_update_is_a_critic_step_for_each_time_step_backwards_then_an_actor_step():
+    args = coma.Args(num_envs=4, num_steps=5, target_network_update_freq=4, max_grad_norm=0.3)
+    agent, _, _, batch = collected(args)
+    twin = coma.Agent(coma.make_envs(args, 1), args)
+    twin.load_state_dict(agent.state_dict())
+    twin.epsilon = agent.epsilon
+    coma.update(agent, optimizer_for(agent, (0.5, 0.1)), batch, 2, args)
+
+    def step(network, loss, lr):
+        parameters = list(network.parameters())
+        gradients = torch.autograd.grad(loss.sum(), parameters)
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        for p, g in zip(parameters, gradients):
+            p.data -= lr * g * min(1, 0.3 / (norm + 1e-6))
+
+    for i, t in enumerate([4, 3, 2, 1, 0]):
+        if (2 * 5 + i) % 4 == 0:  # before the third step: 10 and 11 came before
+            twin.target_critic.load_state_dict(twin.critic.state_dict())
+        step(twin.critic, coma.critic_loss(twin, coma.Batch(*(x[4 * t : 4 * t + 4] for x in batch))), 0.1)
+    step(twin.actor, coma.actor_loss(twin, batch, args)[0], 0.5)
+    for (name, mine), theirs in zip(agent.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4, msg=name)
+    assert any((a != b).any() for a, b in zip(agent.target_critic.parameters(), agent.critic.parameters()))
+
+
+def test_targets_come_from_the_target_network(toy):
+    args = coma.Args(env_id=toy, **SMALL, td_lambda=0.0, gamma=0.9)
+    agent, rollout, _, batch = collected(args)
+    value = coma.of_action(agent.values(agent.target_critic, batch.critic_features), batch.action).detach()
+    value, target = value.view(50, 4, 3).numpy(), batch.target.view(50, 4, 3).numpy()
+    time = np.arange(49) % 6
+    expected = rollout.reward[:-1] + 0.9 * value[1:] * (time != 5)[:, None, None]
+    np.testing.assert_allclose(target[:-1], expected, rtol=1e-4, atol=1e-4)
+    assert (rollout.reward[5, 0] == 6).all() and (rollout.reward[5, 1] != 6).all()  # terminated, truncated
+    assert (rollout.done == (np.arange(50) % 6 == 5)[:, None, None]).all()  # death is no end
+
+
+def test_a_time_limit_bootstraps_from_the_final_state(toy):
+    args = coma.Args(env_id=toy, **SMALL, gamma=0.9)
+    agent, rollout, _, _ = collected(args)
+    final_obs = np.zeros((1, 3, 3), np.float32)
+    final_obs[0, 0, :2], final_obs[0, 2, :1] = 6, 8
+    values = []
+    for action in np.ndindex(2, 1, 3):  # what the living agents could do next
+        features = agent.critic_features(
+            np.array([[6, 36]], np.float32), final_obs, np.array([[True, False, True]]), np.array([action])
+        )
+        value = coma.of_action(agent.values(agent.target_critic, torch.from_numpy(features)), torch.tensor([action]))
+        values.append(6 + 0.9 * value[0, [0, 2]].detach().numpy())
+    assert np.abs(np.array(values) - rollout.reward[5, 1, [0, 2]]).max(1).min() < 1e-4
+
+
+def test_dead_agents_add_nothing_to_the_policy(toy):
+    args = coma.Args(env_id=toy, **SMALL)
+    agent, _, _, batch = collected(args)
+    assert 0 < (batch.alive[:, 1] == 0).sum() < 200
+    loss, *_ = coma.actor_loss(agent, batch, args)
+    noise = (1 - batch.alive)[..., None] * 1e3
+    other = batch._replace(features=batch.features + noise, critic_features=batch.critic_features + noise)
+    torch.testing.assert_close(coma.actor_loss(agent, other, args)[0], loss)
+
+
+def test_exploration_is_part_of_the_policy():
+    args = coma.Args(env_id="matrix/penalty", num_envs=20_000, num_steps=1, share_parameters=False)
+    agent, rollout, _, batch = collected(args, epsilon=0.5)
+    probs = agent.logits(batch.features, batch.action_mask).softmax(-1)[0].detach()  # the same in every row
+    assert probs.min() >= 0.5 / 9
+    frequency = np.stack([(rollout.action[0] == k).mean(0) for k in range(9)], -1)
+    np.testing.assert_allclose(frequency, probs, atol=0.015)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "matrix/penalty", "toy"])
+def test_two_updates_that_two_runs_repeat(env_id, shared, toy, tmp_path):
+    args = coma.Args(env_id=env_id, **SMALL, share_parameters=shared, runs_dir=str(tmp_path))
+    one, same = (load_checkpoint(coma.main(args)) for _ in range(2))
+    assert one["step"] == 400
+    for key, value in one["modules"]["agent"].items():
+        assert torch.isfinite(value).all() and torch.equal(value, same["modules"]["agent"][key])
+
+
+def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
+    settings = {"target_network_update_freq": 120, "runs_dir": str(tmp_path)}
+    folder = coma.main(coma.Args(**SMALL, **settings))
+    before = load_checkpoint(folder)["modules"]["agent"]
+    coma.main(coma.Args(**SMALL | {"total_timesteps": 600}, **settings, resume=folder))
+    after = load_checkpoint(folder)
+    assert after["step"] == 600 and {"args.json", "done.json"} <= {path.name for path in folder.iterdir()}
+    target, changed = (f"target_critic.{name}" for name in ("0.weight", "4.weight"))
+    assert all((before[key] != after["modules"]["agent"][key]).any() for key in (target, changed))  # at step 120 of 150
+    metrics = enjoy.main(enjoy.Args(folder, episodes=2))
+    assert "coma at step 600, 2 episodes" in capsys.readouterr().out and metrics["eval/ep_length"] == 25
+
+
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        ("--env-id mpe/simple_spread_v3?continuous_actions=True", "are continuous; try mappo_continuous_action.py"),
+        ("--td-lambda 1.5", "--td-lambda must be in [0, 1], not 1.5"),
+        ("--epsilon-start 1", "--epsilon-start must be in [0, 1), not 1"),
+        ("--target-network-update-freq 0", "--target-network-update-freq must be greater than 0, not 0"),
+        ("--total-timesteps 399", "--total-timesteps 399 is less than one rollout of 400 steps"),
+    ],
+)
+def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["coma.py", *flags.split(), "--runs-dir", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit) as exit_:
+        coma.launch(coma.main, coma.Args)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and text in error and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,93 @@
+"""benchmark/matrix_games.py: teams side by side learn as each would alone, and what is recorded of them is right."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmark"))
+import matrix_games
+from matrix_games import COMMON, PLAYS, VARIANTS, Games, join, make_teams, split
+
+from cleanmarl import coma, coppo
+from cleanmarl.envs import make
+
+
+def test_split_and_join_are_inverse():
+    x = np.arange(2 * 12 * 3).reshape(2, 12, 3)
+    assert split(x).shape == (6, 4, 3) and (join(split(x), 2) == x).all()
+    assert (split(x)[1] == x[0, [1, 4, 7, 10]]).all()  # the agents of team 1 in row 0
+    assert torch.equal(join(split(torch.from_numpy(x)), 2), torch.from_numpy(x))
+
+
+def test_every_team_plays_its_own_game():
+    envs, action = Games("climbing-4p", 2, 3), np.zeros((2, 12), np.int64)
+    action[0, [1, 4, 7, 10]] = 8  # team 1 of environment 0
+    _, reward, termination, _, _ = envs.step(action)
+    expected = np.full((2, 12), 10.0)
+    expected[0, [1, 4, 7, 10]] = 90
+    assert (reward == expected).all() and termination.all()
+
+
+@pytest.mark.parametrize("variant", ["CoPPO", "MAPPO", "IPPO", "COMA"])
+def test_teams_side_by_side_learn_as_each_alone(variant, monkeypatch):
+    script, settings = VARIANTS[variant]
+    args = script.Args(env_id="matrix/penalty", **COMMON, **settings)
+    seeds, one = [3, 8], make("matrix/penalty", PLAYS)
+    teams = make_teams(script, args, seeds)
+    teams.epsilon = 0.3
+    rng = np.random.default_rng(0)
+    action = rng.integers(9, size=(1, PLAYS, 8))
+    shape = action.shape
+    masks = np.ones((*shape, 9), bool), np.ones(shape, bool)
+    reward = rng.normal(size=(1, PLAYS, 2)).repeat(4, 0).reshape(1, 4, PLAYS, 2).swapaxes(1, 2).reshape(shape)
+    rest = action, reward.astype(np.float32), np.ones(shape, bool)
+    rollout = script.Rollout(np.ones((*shape, 1), np.float32), np.ones((1, PLAYS, 4), np.float32), *masks, *rest)
+    original = coppo.ratio_of_others
+    iteration = [0] if script is coma else []
+
+    def learn(agent, rollout, envs, size, replacement):
+        monkeypatch.setattr(coppo, "ratio_of_others", replacement)
+        actors, critics = script.stack_parameters(agent.actor), script.stack_parameters(agent.critic)
+        actors = list(actors.split(size)) if variant == "CoPPO" else [actors]
+        optimizer = torch.optim.RMSprop([{"params": actors}, {"params": [critics]}], lr=5e-3)
+        batch = script.estimate(agent, rollout, *envs.reset(), args)
+        script.update(agent, optimizer, batch, *iteration, args)
+
+    learn(
+        teams,
+        rollout,
+        Games("penalty", PLAYS, 2),
+        2,
+        lambda x, args: [join(y, len(x)) for y in original(split(x), args)],
+    )
+    for s, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        alone = script.Agent(one, args)
+        alone.epsilon = 0.3
+        before = [p.clone() for p in alone.parameters()]
+        mine = script.Rollout(*(x if x.shape[2:] == (4,) else x[:, :, s::2] for x in rollout))
+        learn(alone, mine, one, 1, original)
+        for p, of_teams, start in zip(alone.actor.parameters(), teams.actor.parameters(), before):
+            torch.testing.assert_close(of_teams[s::2], p, atol=2e-5, rtol=1e-3)
+            assert (p - start).abs().max() > 1e-3
+        for p, of_teams in zip(alone.critic.parameters(), teams.critic.parameters()):
+            torch.testing.assert_close(of_teams[s::2], p, atol=2e-5, rtol=1e-3)
+
+
+def test_results_are_recorded_per_seed(tmp_path, monkeypatch):
+    monkeypatch.setitem(COMMON, "total_timesteps", 400)
+    for variant in ("CoPPO", "MAPPO", "COMA"):
+        path = tmp_path / f"{variant}.npz"
+        matrix_games.train(("penalty-free", variant, [1, 2, 3], path))
+        results = np.load(path)
+        assert results["reward"].shape == results["variance"].shape == (3, 20)
+        assert (results["reward"] >= -40).all() and (results["variance"][:, 1:] > 0).all()
+        penalties = [results[f"penalties_{seed}"] for seed in (1, 2, 3)]
+        assert all(len(p) and p.shape[1] == (1 if variant == "COMA" else 8) for p in penalties)
+        change = np.ptp(np.concatenate(penalties), axis=1)
+        assert (change > 0).all() if variant == "CoPPO" else (change == 0).all()  # g moves over the epochs
+    assert coppo.actor_loss.__module__ == "cleanmarl.coppo" and coma.actor_loss.__module__ == "cleanmarl.coma"
