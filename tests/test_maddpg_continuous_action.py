@@ -1,0 +1,214 @@
+"""maddpg_continuous_action.py: deterministic policies, their unit, exploration noise, gradients through actions."""
+
+import copy
+import dataclasses
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from test_maddpg import CPU, SMALL, Counter, Toy, curves, double, played
+
+from cleanmarl import enjoy, maddpg_continuous_action
+from cleanmarl.maddpg_continuous_action import Agent, Args, Buffer, Critic
+from cleanmarl.run import evaluate, launch, load_checkpoint
+
+SPREAD = "mpe/simple_spread_v3?continuous_actions=True"
+
+
+class ContinuousToy(Toy):
+    """Toy with two, four and three real actions, within bounds of their own; the last one has none."""
+
+    def __init__(self, num_envs: int, first: int = 0, shared: bool = False):
+        super().__init__(num_envs, first, shared)
+        low = np.array([[0, -2, -1, -np.inf]] * 3, np.float32)
+        high = np.array([[1, 2, 3, np.inf]] * 3, np.float32)
+        self._set_spaces(
+            num_envs, self.agents, self.obs_sizes, self.action_sizes, 6, gym.spaces.Box(low, high, dtype=np.float32)
+        )
+        self.seen = []
+
+    def step(self, action):
+        assert action.dtype == np.float32 and action.shape == (self.num_envs, 3, 4)
+        assert (action[:, ~self.real_actions] == 0).all(), "an action that does not exist"
+        space = self.single_action_space
+        assert ((action >= space.low) & (action <= space.high))[:, self.real_actions].all()
+        self.seen.append(action)
+        return super().step(self._look()[1]["action_mask"].argmax(-1))  # nothing depends on what they do
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setattr(maddpg_continuous_action, "make", lambda env_id, num_envs, **options: ContinuousToy(num_envs))
+    return "toy/toy"
+
+
+def case(individual, **changes):
+    args = Args(individual_critics=individual, **changes)
+    agent, critic, buffer = played(maddpg_continuous_action, ContinuousToy(3), args)
+    return args, agent, critic, double(buffer.sample(5, CPU))
+
+
+def test_actions_reach_the_environment_in_its_unit():
+    envs = ContinuousToy(2)
+    agent = Agent(envs, Args())
+    real, low, high = envs.real_actions, [0, -2, -1], [1, 2, 3]
+    for unit, expected in ((-1.0, low), (1.0, high), (0.0, np.add(low, high) / 2)):
+        action = agent.env_action(np.full((2, 3, 4), unit) * real)
+        np.testing.assert_allclose(action[:, 1, :3], np.tile(expected, (2, 1)))
+        np.testing.assert_allclose(action[:, 1, 3], unit)  # without bounds
+        assert (action[:, ~real] == 0).all()
+
+
+def test_exploration_noise_has_its_deviation_and_stays_inside():
+    envs = ContinuousToy(2)
+    agent = Agent(envs, Args(exploration_noise=0.25))
+    torch.manual_seed(0)
+    noisy = agent.explore(np.zeros((20_000, 3, 4)))
+    real = envs.real_actions
+    assert noisy[:, real].std() == pytest.approx(0.25, rel=0.02) and abs(noisy[:, real].mean()) < 0.005
+    assert (noisy[:, ~real] == 0).all()
+    noisy = agent.explore(np.full((20_000, 3, 4), 0.9))
+    assert noisy.max() == 1 and (noisy[:, 1] == 1).mean() == pytest.approx(0.345, abs=0.01)  # P(noise > 0.1)
+    np.testing.assert_array_equal(Agent(envs, Args(exploration_noise=0)).explore(noisy), noisy)
+
+
+@pytest.mark.parametrize("num_layers", [0, 2])
+def test_the_actor_that_acts_is_the_actor_that_learns(num_layers):
+    envs = ContinuousToy(4)
+    agent = Agent(envs, Args(actor_num_layers=num_layers))
+    obs, info = envs.reset()
+    theirs = agent(torch.from_numpy(obs)).detach().numpy()
+    np.testing.assert_allclose(maddpg_continuous_action.numpy_actor(agent)(obs), theirs, rtol=1e-5, atol=1e-6)
+    assert (theirs[:, ~envs.real_actions] == 0).all() and abs(theirs).max() <= 1
+    policy = maddpg_continuous_action.make_policy(agent, greedy=True)
+    np.testing.assert_allclose(policy(obs, info, None), agent.env_action(theirs), rtol=1e-5, atol=1e-6)
+    noisy = maddpg_continuous_action.make_policy(agent, greedy=False)(obs, info, None)
+    assert (noisy != policy(obs, info, None))[:, envs.real_actions].all()
+
+
+@pytest.mark.parametrize("individual", [False, True])
+def test_critic_target_is_its_definition(individual):
+    args, agent, critic, batch = case(individual)
+    ours = maddpg_continuous_action.critic_targets(agent, critic, batch, args.gamma)
+    assert set(batch.goes_on.unique().tolist()) == {0, 1} and not ours.requires_grad
+    for b, t in np.ndindex(batch.action.shape[:2]):
+        features = torch.cat([batch.obs[b, t + 1], torch.eye(3).double()], dim=-1)
+        next_action = agent.actor(features) * torch.from_numpy(ContinuousToy(1).real_actions)
+        for m in range(ours.shape[-1]):
+            x = torch.cat([batch.state[b, t + 1], *next_action])
+            for layer in critic.network:
+                x = layer(x) if isinstance(layer, nn.ReLU) else x @ layer.weight[m] + layer.bias[m, 0]
+            expected = batch.reward[b, t, m] + (0.99 * x[0] if batch.goes_on[b, t, m] else 0)
+            torch.testing.assert_close(ours[b, t, m], expected)
+
+
+@pytest.mark.parametrize("individual", [False, True])
+def test_actor_gradient_is_that_of_a_loop_over_agents(individual):
+    """The deterministic policy gradient: agent i's action from the policy, all others from the buffer."""
+    _, agent, critic, batch = case(individual)
+    parameters, state = list(agent.parameters()), batch.state[:, :-1]
+    loss = maddpg_continuous_action.actor_loss(agent, critic, batch)
+    ours = torch.autograd.grad(loss, parameters)
+    theirs = [torch.zeros_like(p) for p in parameters]
+    for i in range(3):
+        policy = agent(batch.obs[:, :-1])[:, :, i]
+        leaf = policy.detach().requires_grad_()
+        joint = torch.stack([leaf if j == i else batch.action[:, :, j] for j in range(3)], dim=2)
+        q = critic(state, joint)[..., i if individual else 0]
+        (dq_da,) = torch.autograd.grad((q * batch.alive[..., i]).sum(), leaf)
+        for total, g in zip(theirs, torch.autograd.grad((policy * dq_da).sum(), parameters)):
+            total -= g / batch.alive.sum()
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b)
+
+
+def test_buffer_keeps_noisy_actions_in_the_policies_unit():
+    envs, run, args = ContinuousToy(3), Counter(), Args(individual_critics=True)
+    torch.manual_seed(0)
+    agent, buffer = Agent(envs, args), Buffer(envs, args)
+    maddpg_continuous_action.collect(agent, envs, envs.reset(), buffer, run)
+    stored = buffer.episodes.action[0, :4]  # environment 0 ends first
+    assert stored.dtype == np.float32
+    np.testing.assert_allclose(agent.env_action(stored), np.stack(envs.seen)[:4, 0], atol=1e-6)
+    exact = maddpg_continuous_action.numpy_actor(agent)(buffer.episodes.obs[0, :4])
+    assert 0.03 < abs(stored - exact)[:, envs.real_actions].mean() < 0.15
+
+
+@pytest.mark.parametrize("env_id", [SPREAD, "toy"])
+def test_two_rounds_and_what_they_leave_behind(env_id, toy, tmp_path, monkeypatch):
+    if env_id != "toy":
+        monkeypatch.undo()
+    args = Args(env_id=env_id, **SMALL | {"total_timesteps": 200}, epochs=2, runs_dir=str(tmp_path))
+    folder = maddpg_continuous_action.main(args)
+    saved, points = load_checkpoint(folder), curves(folder)
+    assert saved["step"] >= 200 and saved["modules"]["critic"]["num_updates"] > 0
+    assert all(torch.isfinite(x).all() for x in saved["modules"]["agent"].values())
+    names = ["rollout/ep_reward", "train/critic_loss", "train/actor_loss", "train/num_updates", "eval/ep_reward"]
+    assert set(names) <= points.keys()
+
+
+def test_same_seed_same_losses_and_resume(tmp_path):
+    args = Args(**SMALL, runs_dir=str(tmp_path))
+    folder = maddpg_continuous_action.main(args)
+    first, second = curves(folder), curves(maddpg_continuous_action.main(args))
+    for tag in ("train/critic_loss", "train/actor_loss", "rollout/ep_reward", "eval/ep_reward"):
+        assert first[tag] == second[tag]
+    maddpg_continuous_action.main(dataclasses.replace(args, resume=folder, total_timesteps=800))
+    after = load_checkpoint(folder)
+    assert after["step"] == 800 and len(after["modules"]["buffer"]["lengths"]) == 32
+    assert np.isfinite(enjoy.main(enjoy.Args(folder, episodes=3))["eval/ep_reward"])
+
+
+def test_update_lowers_the_critic_loss_and_raises_the_value():
+    """Many updates on one batch with fixed targets: both networks do what their losses ask for."""
+    args, agent, critic, batch = case(True, learning_rate_actor=1e-2, learning_rate_critic=1e-2)
+    targets = copy.deepcopy(agent), copy.deepcopy(critic)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2, fused=True) for net in (agent, critic)]
+    first = maddpg_continuous_action.update(agent, critic, targets, optimizers, batch, args)
+    for _ in range(100):
+        last = maddpg_continuous_action.update(agent, critic, targets, optimizers, batch, args)
+    assert last["train/critic_loss"] < first["train/critic_loss"] / 10
+    assert last["train/actor_loss"] < first["train/actor_loss"]
+
+
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        ("--env-id mpe/simple_spread_v3", "try maddpg_multienvs.py, or --env-id mpe/simple_spread_v3?continuous"),
+        ("--env-id matrix/climbing", "needs continuous actions and those of matrix/climbing are discrete"),
+        ("--exploration-noise -1", "--exploration-noise must be 0 or more"),
+        ("--batch-size 20 --buffer-size 10", "--batch-size 20 episodes do not fit into --buffer-size 10"),
+        ("--polyak 0", "--polyak must be in (0, 1], not 0.0"),
+    ],
+)
+def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["maddpg_continuous_action.py", *flags.split(), "--runs-dir", str(tmp_path / "r")])
+    with pytest.raises(SystemExit) as exit_:
+        launch(maddpg_continuous_action.main, Args)
+    line = capsys.readouterr().err
+    assert exit_.value.code == 2 and text in line and line.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_individual_and_shared_rewards_are_told_apart():
+    envs = maddpg_continuous_action.make_envs(Args(env_id="mpe/simple_speaker_listener_v4?continuous_actions=True"), 2)
+    assert maddpg_continuous_action.have_shared_reward(envs, seed=1)
+    assert not maddpg_continuous_action.have_shared_reward(maddpg_continuous_action.make_envs(Args(), 2), seed=1)
+    assert Critic(envs, Args(individual_critics=False)).num_networks == 1
+
+
+@pytest.mark.learning
+def test_learns_speaker_listener_in_seconds(tmp_path):
+    args = Args(env_id="mpe/simple_speaker_listener_v4?continuous_actions=True", total_timesteps=30_000)
+    args = dataclasses.replace(args, learning_rate_actor=1e-3, learning_rate_critic=1e-3, eval_steps=10**6)
+    folder = maddpg_continuous_action.main(dataclasses.replace(args, eval_episodes=0, runs_dir=str(tmp_path)))
+    envs = maddpg_continuous_action.make_envs(args, 32)
+    agent = Agent(envs, args)
+    untrained = evaluate(envs, maddpg_continuous_action.make_policy(agent), 320, seed=7)
+    agent.load_state_dict(load_checkpoint(folder)["modules"]["agent"])
+    trained = evaluate(envs, maddpg_continuous_action.make_policy(agent), 320, seed=7)
+    error = np.hypot(untrained["eval/std_ep_reward"], trained["eval/std_ep_reward"]) / np.sqrt(320)
+    assert trained["eval/ep_reward"] - untrained["eval/ep_reward"] > 5 * error

@@ -1,0 +1,223 @@
+"""maddpg_lstm.py and what maddpg_lstm_multienvs.py shares with it: LSTM, truncated back-propagation, states at ends."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_maddpg import CPU, SMALL, Toy, curves, double, played
+
+from cleanmarl import enjoy, maddpg_lstm, maddpg_lstm_multienvs
+from cleanmarl.run import evaluate, launch, load_checkpoint
+
+SCRIPTS = [maddpg_lstm, maddpg_lstm_multienvs]
+
+
+def case(script, individual=True, **changes):
+    args = script.Args(individual_critics=individual, **changes)
+    agent, critic, buffer = played(script, Toy(3), args, scale=3)
+    return args, agent, critic, double(buffer.sample(5, CPU))
+
+
+def step_by_step(agent, obs, tbptt):
+    """Outputs (B, T, A, K) of the actor by nn.LSTMCell, one agent, one step and one layer after another."""
+    lstm, (B, T, A, _) = agent.lstm, obs.shape
+    outputs = torch.zeros(B, T, A, agent.head.out_features, dtype=obs.dtype)
+    for a in range(A):
+        state = [torch.zeros(2, B, lstm.hidden_size, dtype=obs.dtype) for _ in range(lstm.num_layers)]
+        for t in range(T):
+            if t % tbptt == 0:
+                state = [s.detach() for s in state]
+            x = agent.encoder(torch.cat([obs[:, t, a], agent.ids[a].expand(B, -1)], dim=-1))
+            for k in range(lstm.num_layers):
+                weights = [getattr(lstm, f"{name}_l{k}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+                h, c = torch.lstm_cell(x, tuple(state[k]), *weights)
+                state[k], x = torch.stack([h, c]), h
+            outputs[:, t, a] = agent.head(x.relu())
+    return outputs
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("tbptt", [1, 2, 4, 100])
+def test_truncated_back_propagation_is_that_of_a_loop_over_time(script, num_layers, tbptt):
+    _, agent, critic, batch = case(script, actor_num_layers=num_layers, tbptt=tbptt)
+    obs, mask = batch.obs[:, :-1], batch.action_mask[:, :-1]
+    assert obs.shape[1] >= 5
+    torch.manual_seed(1)
+    ours = script.actor_loss(agent, critic, batch)
+    logits = step_by_step(agent, obs, tbptt).masked_fill(~mask, -1e8)
+    torch.testing.assert_close(agent.logits(obs, mask), logits)
+    torch.manual_seed(1)
+    q = critic.with_own_action(batch.state[:, :-1], batch.action, F.gumbel_softmax(logits))
+    theirs = -(q * batch.alive).sum() / batch.alive.sum()
+    torch.testing.assert_close(ours, theirs)
+    parameters = list(agent.parameters())
+    for a, b in zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_chunks_as_long_as_the_episode_are_full_back_propagation(script):
+    """nn.LSTM over whole episodes has the gradient of tbptt >= T, and not that of tbptt < T."""
+    _, agent, _, batch = case(script)
+    obs, mask = batch.obs[:, :-1], batch.action_mask[:, :-1]
+    parameters = list(agent.parameters())
+    features = torch.cat([obs, agent.ids.expand(*obs.shape[:-1], -1)], dim=-1)
+    hidden = agent.encoder(features).permute(0, 2, 1, 3).reshape(-1, obs.shape[1], 32)
+    output = agent.lstm(hidden)[0].reshape(len(obs), 3, obs.shape[1], 32).permute(0, 2, 1, 3)
+    weight = torch.rand_like(batch.action)
+    full = torch.autograd.grad((agent.head(output.relu()).masked_fill(~mask, 0) * weight).sum(), parameters)
+    for tbptt, is_full in ((obs.shape[1], True), (10, True), (obs.shape[1] - 1, False), (1, False)):
+        agent.tbptt = tbptt
+        loss = (agent.logits(obs, mask).masked_fill(~mask, 0) * weight).sum()
+        gradients = torch.autograd.grad(loss, parameters)
+        assert all(torch.allclose(a, b) for a, b in zip(gradients, full)) == is_full
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_the_actor_that_acts_is_the_actor_that_learns(script, num_layers):
+    _, agent, _, batch = case(script, actor_num_layers=num_layers)
+    learner = agent.logits(batch.obs, torch.ones_like(batch.action_mask)).detach()
+    actor, state = script.numpy_actor(agent), script.first_state(agent, 5)
+    assert state.shape == (2, num_layers, 5, 3, 32)
+    state = state.astype(np.float64)
+    for t in range(batch.obs.shape[1]):
+        logits, state = actor(batch.obs[:, t].numpy(), state)
+        np.testing.assert_allclose(logits, learner[:, t], rtol=1e-9)
+    assert abs(state).max() > 0.1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_target_actor_sees_the_first_observation(script):
+    """The target of step t takes the action that the target actor takes at t + 1 after all observations up to there."""
+    _, agent, critic, batch = case(script, tbptt=2)
+    logits = step_by_step(agent, batch.obs, 100).masked_fill(~batch.action_mask, -1e8)
+    torch.manual_seed(1)
+    ours = script.critic_targets(agent, critic, batch, 0.99)
+    torch.manual_seed(1)
+    q = critic(batch.state[:, 1:], F.gumbel_softmax(logits[:, 1:], hard=True))
+    torch.testing.assert_close(ours, batch.reward + 0.99 * batch.goes_on * q)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_padding_and_dead_agents_add_nothing(script):
+    args, agent, critic, batch = case(script)
+    lengths = batch.alive.any(-1).sum(1, keepdim=True)
+    rows = torch.arange(batch.obs.shape[1]) > lengths
+    dead = (1 - batch.alive) * batch.alive.any(-1, keepdim=True)
+    obs = batch.obs + 1e3 * rows[..., None, None]
+    obs[:, :-1] += 1e3 * dead[..., None]
+    masks = batch.action_mask.clone()
+    masks[..., 1, :] = torch.tensor([True, False, False, False])  # as after a death: its next action is no question
+    batch = batch._replace(action_mask=masks)
+    other = batch._replace(obs=obs, action_mask=masks & ~rows[..., None, None], reward=batch.reward + 1e3 * dead)
+    assert rows.any() and dead.any()
+    results = []
+    for b in (batch, other):
+        torch.manual_seed(5)
+        target = script.critic_targets(agent, critic, b, args.gamma)
+        losses = script.critic_loss(critic, b, target).sum(), script.actor_loss(agent, critic, b)
+        results.append([target * b.weight, *losses, *torch.autograd.grad(losses[1], list(agent.parameters()))])
+    for ours, theirs in zip(*results):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_policy_forgets_at_the_start_of_an_episode(script):
+    _, agent, _, _ = case(script)
+    agent = agent.float()
+    envs = Toy(4)
+    obs, info = envs.reset()
+    actor = script.numpy_actor(agent)
+    policy, rng = script.make_policy(agent), np.random.default_rng(0)
+    state, logits = script.first_state(agent, 4), None
+    done = np.ones(4, bool)
+    for _ in range(20):
+        obs = rng.normal(size=obs.shape).astype(np.float32)
+        action = policy(obs, info, done)
+        for i in np.flatnonzero(done):
+            state[:, :, i] = 0
+        logits, state = actor(obs, state)
+        np.testing.assert_array_equal(action, np.where(info["action_mask"], logits, -np.inf).argmax(-1))
+        done = rng.random(4) < 0.3
+    assert policy(obs[:2], {"action_mask": info["action_mask"][:2]}, np.ones(2, bool)).shape == (2, 3)
+
+
+def test_state_is_zero_where_an_episode_begins(monkeypatch):
+    """Without noise, all episodes of Toy are alike to a policy that has forgotten the last one."""
+    monkeypatch.setattr(maddpg_lstm, "gumbel_noise", lambda *shape: 0)
+    _, _, buffer = played(maddpg_lstm, Toy(1), maddpg_lstm.Args(individual_critics=True), num_episodes=3, scale=3)
+    action = buffer.episodes.action[:3, :4]
+    np.testing.assert_array_equal(action, np.repeat(action[:1], 3, axis=0))
+
+
+@pytest.mark.parametrize("env_id", ["mpe/simple_spread_v3", "matrix/climbing", "toy"])
+def test_two_updates_and_what_they_leave_behind(env_id, tmp_path, monkeypatch):
+    if env_id == "toy":
+        monkeypatch.setattr(maddpg_lstm, "make", lambda env_id, num_envs, **options: Toy(num_envs))
+    args = maddpg_lstm.Args(env_id=env_id, **SMALL | {"total_timesteps": 150}, tbptt=3, runs_dir=str(tmp_path))
+    folder = maddpg_lstm.main(args)
+    saved, points = load_checkpoint(folder), curves(folder)
+    num_updates = saved["num_episodes"] - 3
+    assert saved["step"] >= 150 and saved["modules"]["critic"]["num_updates"] == num_updates > 0
+    # one step of the optimizer for a whole batch of episodes, whatever tbptt is
+    steps = {s["step"].item() for s in saved["modules"]["actor_optimizer"]["state"].values()}
+    assert steps == {num_updates}
+    assert all(torch.isfinite(x).all() for x in saved["modules"]["agent"].values())
+    names = ["rollout/ep_reward", "train/critic_loss", "train/actor_loss", "train/actor_gradients", "eval/ep_reward"]
+    assert set(names) <= points.keys()
+
+
+def test_same_seed_same_losses_and_resume(tmp_path):
+    args = maddpg_lstm.Args(**SMALL, runs_dir=str(tmp_path))
+    folder = maddpg_lstm.main(args)
+    first, second = curves(folder), curves(maddpg_lstm.main(args))
+    for tag in ("train/critic_loss", "train/actor_loss", "rollout/ep_reward", "eval/ep_reward"):
+        assert first[tag] == second[tag]
+    maddpg_lstm.main(dataclasses.replace(args, resume=folder, total_timesteps=800))
+    after = load_checkpoint(folder)
+    assert after["step"] == 800 and len(after["modules"]["buffer"]["lengths"]) == 32
+    assert after["modules"]["critic"]["num_updates"] == 29
+    assert np.isfinite(enjoy.main(enjoy.Args(folder, episodes=3))["eval/ep_reward"])
+
+
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        ("--env-id mpe/simple_spread_v3?continuous_actions=True", "try maddpg_continuous_action.py"),
+        ("--tbptt 0", "--tbptt must be greater than 0, not 0"),
+        ("--actor-num-layers 0", "--actor-num-layers must be greater than 0"),
+        ("--batch-size 20 --buffer-size 10", "--batch-size 20 episodes do not fit into --buffer-size 10"),
+        ("--polyak 0", "--polyak must be in (0, 1], not 0.0"),
+    ],
+)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bad_input(script, flags, text, tmp_path, monkeypatch, capsys):
+    name = script.__name__.rpartition(".")[2]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags.split(), "--runs-dir", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit) as exit_:
+        launch(script.main, script.Args)
+    line = capsys.readouterr().err
+    assert exit_.value.code == 2 and line.startswith(f"{name}: ") and text in line and line.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_learns_speaker_listener_in_seconds(script, tmp_path):
+    env_id = "mpe/simple_speaker_listener_v4"
+    args = script.Args(env_id=env_id, total_timesteps=25_000, runs_dir=str(tmp_path), eval_episodes=0, eval_steps=10**6)
+    args = dataclasses.replace(args, learning_rate_actor=1e-3, learning_rate_critic=1e-3, polyak=0.02)
+    folder = script.main(args)
+    envs = script.make_envs(args, 32)
+    agent = script.Agent(envs, args)
+    untrained = evaluate(envs, script.make_policy(agent, greedy=False), 320, seed=7)
+    agent.load_state_dict(load_checkpoint(folder)["modules"]["agent"])
+    trained = evaluate(envs, script.make_policy(agent, greedy=False), 320, seed=7)
+    error = np.hypot(untrained["eval/std_ep_reward"], trained["eval/std_ep_reward"]) / np.sqrt(320)
+    assert trained["eval/ep_reward"] - untrained["eval/ep_reward"] > 5 * error
