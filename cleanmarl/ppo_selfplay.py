@@ -1,0 +1,521 @@
+"""PPO as in ppo_atari_envpool.py, but it learns a game of two players by playing against itself.
+
+PPO collects a rollout of T steps from N environments with the current policy, estimates advantages with GAE, and takes
+several epochs of minibatch steps on a surrogate objective whose probability ratio is clipped, so that the policy stays
+near the one that collected the data. One convolutional network plays both sides: it sees the board and the legal moves
+as the player to move does, and values the position for that player. The games are zero-sum with perfect information, so
+that GAE runs over all moves of a game, of both players, with values and rewards as player 0 sees them, and is turned
+back for player 1: this is negamax.
+
+A step of an environment is one move of one player. In most environments both sides learn; in the others player 1 is a
+past self, which moves but does not learn: who only plays against its present self can forget how to beat others (OpenAI
+Five, Berner et al. 2019, arXiv:1912.06680, played 20% of its games so). A past self is drawn from the pool for each
+rollout, so that one network at a time plays all these games. Strength is measured in matches with the uniformly random
+player, whose Elo is 0, and with each past self of the pool, whose Elo stays what it was when it joined.
+
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Parent: ppo_atari_envpool.py.
+Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+from gymnasium.vector import AutoresetMode
+
+from cleanmarl.envs import EpisodeStatistics, env_seeds
+from cleanmarl.envs.pool import envpool_spec
+from cleanmarl.run import EVAL_SEED, Run, check, check_positive, evaluate, find_device, launch, seed_everything
+
+GAMES = ("ConnectFour-v1", "TicTacToe-v1", "Othello-v1", "Hex-v1", "AnimalShogi-v1", "GardnerChess-v1", "Chess-v1")
+GAMES += ("Shogi-v1", "Go9x9-v1", "Go13x13-v1", "Go19x19-v1")
+GAMES += ("ChineseGo9x9-v1", "ChineseGo13x13-v1", "ChineseGo19x19-v1")
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of the networks, the policy's samples, the minibatches and the environments"""
+    device: str = "cpu"
+    """torch device: cpu, cuda, cuda:1, mps"""
+    torch_threads: int = 1
+    """threads of torch on the CPU"""
+    runs_dir: str = "runs"
+    """where run folders are made"""
+    checkpoint_interval: int = 100_000
+    """environment steps between two checkpoints; there is always one at the end"""
+    resume: Path | None = None
+    """run folder to continue; --total-timesteps may be raised"""
+    eval_episodes: int = 200
+    """games of the evaluation at the end, most probable moves against random ones; 0 for none"""
+    capture_video: bool = False
+    """record a game at the end into the run folder"""
+    track: bool = False
+    """log to Weights & Biases too"""
+    wandb_project_name: str = "cleanmarl"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team"""
+
+    env_id: str = "ConnectFour-v1"
+    """a zero-sum two-player game of perfect information in envpool: ConnectFour-v1, TicTacToe-v1, Othello-v1, ..."""
+    total_timesteps: int = 1_024_000
+    """environment steps (moves of either player) of the whole run, all environments together"""
+
+    learning_rate: float = 1e-3
+    """learning rate of Adam"""
+    num_envs: int = 64
+    """N, environments stepped side by side"""
+    num_steps: int = 64
+    """T, steps of each environment in one rollout"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0 over the run"""
+    gamma: float = 0.99
+    """discount factor, in [0, 1]"""
+    gae_lambda: float = 0.95
+    """lambda of GAE, in [0, 1]"""
+    num_minibatches: int = 4
+    """minibatches of one epoch"""
+    update_epochs: int = 4
+    """passes over each rollout"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: float = 0.1
+    """epsilon of the clipped objective"""
+    anneal_clip_coef: bool = False
+    """let clip_coef fall linearly to 0 over the run"""
+    clip_vloss: bool = True
+    """clip the change of the value by clip_coef too"""
+    ent_coef: float = 0.05
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of the gradient of all parameters together"""
+    target_kl: float | None = None
+    """stop the epochs of an update once the approximate KL divergence exceeds this"""
+    past_share: float = 0.2
+    """share of the environments in which player 1 is a past self, in [0, 1]"""
+    pool_size: int = 20
+    """most past selves kept; the oldest leaves first"""
+    pool_interval: int = 25
+    """updates between two matches, after which the agent joins its past selves"""
+    match_games: int = 100
+    """games against each opponent in a match, with sampled moves"""
+
+
+class Games(gym.vector.VectorEnv):
+    """N games of one id, all of which make a move in each step; obs (N, D) is as the player to move sees it.
+
+    An observation is the board (height, width, planes), flattened, and then the mask of legal moves. The reward (N,) is
+    player 0's; player 1's is minus that. info["player"] (N,) is who moves: 0, 1, or -1 after the end of a game, where
+    the next step only begins a new one, whatever the action (envpool 1.2.5 hangs if some of such games are stepped
+    without the others). Who begins is drawn for each game. info["action_mask"] (N, K) is the mask, True = legal.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+    def __init__(self, env_id: str, num_envs: int, render_mode: str | None = None):
+        spec = envpool_spec(env_id)
+        self.env_id, self.num_envs, self.render_mode, self.pool = env_id, num_envs, render_mode, None
+        self.single_action_space, self.board_shape = spec.gymnasium_action_space, spec.gymnasium_observation_space.shape
+        size = int(np.prod(self.board_shape) + self.single_action_space.n)
+        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        """Begin a game everywhere; without a seed, each environment's sequence of games goes on."""
+        import envpool  # takes a second
+
+        if seed is None and self.pool is None:
+            seed = int(np.random.SeedSequence().generate_state(1)[0])
+        if seed is not None:  # envpool takes seeds only when it is built
+            self.close_extras()
+            seeds = [s % 2**31 for s in env_seeds(seed, self.num_envs)]
+            # More threads than one would mix up the order of the environments in envpool 1.2.5.
+            options = {"num_envs": self.num_envs, "num_threads": 1, "render_mode": self.render_mode}
+            self.pool = envpool.make(self.env_id, "gymnasium", seed=seeds, **options)
+        self.statistics = EpisodeStatistics(self.num_envs, 1)
+        self.done = np.zeros(self.num_envs, bool)
+        return self.seen(*self.pool.reset())
+
+    def step(self, action: np.ndarray):
+        """A move in every game; info["episode"] tells player 0's result and the number of moves."""
+        begins = self.done
+        obs, reward, termination, truncation, info = self.pool.step(action)
+        self.done = termination | truncation
+        reward = reward[::2]
+        obs, info = self.seen(obs, info)
+        self.statistics.add(reward[:, None])
+        self.statistics.lengths[begins] = 0  # that was no move
+        if self.done.any():
+            self.statistics.end(self.done, info)
+            info["episode"]["r"] = info["episode"]["r"][:, 0]
+        return obs, reward, termination, truncation, info
+
+    def seen(self, views: np.ndarray, info: dict) -> tuple[np.ndarray, dict]:
+        """Observation and info of envpool's: views (2N, ...) has a row for each player of each game."""
+        player, mask = info["current_player"], info["legal_action_mask"]
+        view = views[2 * np.arange(self.num_envs) + player].reshape(self.num_envs, -1)
+        info = {"player": np.where(self.done, -1, player), "action_mask": mask}
+        return np.concatenate([view, mask], axis=1, dtype=np.float32), info
+
+    def render(self) -> np.ndarray:
+        """Frame (height, width, 3) uint8 of environment 0, with render_mode="rgb_array"; "human" shows it."""
+        frames = self.pool.render()
+        return None if frames is None else frames[0]
+
+    def close_extras(self, **kwargs) -> None:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+class Against(gym.vector.VectorWrapper):
+    """The games for player 0 alone: where player 1 moves, `opponent` does, a function of (obs, info, done)."""
+
+    def __init__(self, envs: Games, opponent):
+        super().__init__(envs)
+        self.opponent = opponent
+
+    def reset(self, **kwargs):
+        self.last = *super().reset(**kwargs), np.ones(self.num_envs, bool)
+        return self.last[:2]
+
+    def step(self, action: np.ndarray):
+        action = np.where(self.last[1]["player"] == 1, self.opponent(*self.last), action)
+        obs, reward, termination, truncation, info = super().step(action)
+        self.last = obs, info, termination | truncation
+        return obs, reward, termination, truncation, info
+
+
+def random_policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
+    """Legal moves, all equally likely."""
+    mask = info["action_mask"]
+    return (torch.rand(mask.shape).numpy() + mask).argmax(-1)
+
+
+def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
+    """Games for player 0 against random moves, as they are evaluated and shown; UsageError for what is no such game."""
+    message = f"needs a zero-sum two-player game of perfect information, and {args.env_id} is none of them"
+    envpool_spec(args.env_id)  # its error names near ids
+    check(args.env_id in GAMES, f"{message}: {', '.join(GAMES)}")
+    return Against(Games(args.env_id, num_envs, **options), random_policy)
+
+
+def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
+    # detail core-2: orthogonal weights, constant biases
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Agent(nn.Module):
+    """Policy logits (B, K), illegal moves at -1e8, and value (B,) for the player to move; observations are (B, D)."""
+
+    def __init__(self, envs: gym.vector.VectorEnv, args: Args):
+        super().__init__()
+        self.board_shape, self.num_actions = envs.unwrapped.board_shape, int(envs.single_action_space.n)
+        height, width, num_planes = self.board_shape
+        # as detail atari-8: one convolutional network for policy and value; here for a small board
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(num_planes, 32, 3, padding=1)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 32, 3, padding=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(32 * height * width, 128)),
+            nn.ReLU(),
+        )
+        self.actor = layer_init(nn.Linear(128, self.num_actions), std=0.01)  # small: all moves about as likely at first
+        self.critic = layer_init(nn.Linear(128, 1), std=1.0)
+        self.to(memory_format=torch.channels_last)  # makes convolutions faster
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        board, mask = obs[:, : -self.num_actions], obs[:, -self.num_actions :].bool()
+        hidden = self.network(board.unflatten(1, self.board_shape).permute(0, 3, 1, 2))
+        # detail aux-4: an illegal move has a logit of -1e8, and so no probability and no gradient
+        return self.actor(hidden).masked_fill(~mask, -1e8), self.critic(hidden).squeeze(-1)
+
+
+def make_policy(agent: Agent, greedy: bool = True):
+    """The agent as a function of (obs, info, done) for `evaluate`: the most probable action, or a sample."""
+    device = next(agent.parameters()).device
+
+    def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
+        logits, _ = agent(torch.as_tensor(obs, device=device))
+        action = logits.argmax(-1) if greedy else torch.distributions.Categorical(logits=logits).sample()
+        return action.cpu().numpy()
+
+    return policy
+
+
+class PastSelves:
+    """The pool: frozen copies of the agent and their Elo, the oldest first. A checkpoint holds it."""
+
+    def __init__(self):
+        self.agents: list[dict[str, torch.Tensor]] = []
+        self.elo: list[float] = []
+
+    def add(self, agent: Agent, elo: float, args: Args) -> None:
+        """Keep a copy of the agent; beyond --pool-size the oldest leaves."""
+        self.agents.append({name: x.detach().cpu().clone() for name, x in agent.state_dict().items()})
+        self.elo.append(elo)
+        del self.agents[: -args.pool_size], self.elo[: -args.pool_size]
+
+    def state_dict(self) -> dict:
+        return {"agents": self.agents, "elo": self.elo}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.agents, self.elo = state["agents"], state["elo"]
+
+
+def elo_of(score: np.ndarray, elo: np.ndarray, num_games: int) -> float:
+    """The Elo that explains a match: it makes the expected score, summed over the opponents, the one that was reached.
+
+    score (M,): share of the points taken from each of M opponents in num_games games, a draw being half a point; elo
+    (M,): the opponents'. With those fixed this is the maximum of the likelihood. One more draw with each of them is
+    counted in, so that winning (or losing) all games gives a number.
+    """
+    score = (num_games * score + 0.5) / (num_games + 1)
+    low, high = elo.min() - 4000, elo.max() + 4000
+    for _ in range(60):  # bisection: the expected score grows with one's Elo
+        middle = (low + high) / 2
+        expected = 1 / (1 + 10 ** ((elo - middle) / 400))
+        low, high = (middle, high) if expected.sum() < score.sum() else (low, middle)
+    return float((low + high) / 2)
+
+
+def match(agent: Agent, past: Agent, pool: PastSelves, seed: int, args: Args) -> dict[str, float]:
+    """Play --match-games games with random and with each past self; `past` is a network that is overwritten."""
+    policy, score = make_policy(agent, greedy=False), []
+    for i, weights in enumerate([None, *pool.agents]):
+        if weights is not None:
+            past.load_state_dict(weights)
+        opponent = random_policy if weights is None else make_policy(past, greedy=False)
+        envs = Against(Games(args.env_id, args.match_games), opponent)
+        score.append((1 + evaluate(envs, policy, args.match_games, seed + i)["eval/ep_reward"]) / 2)
+        envs.close()
+    elo = elo_of(np.array(score), np.array([0.0, *pool.elo]), args.match_games)
+    metrics = {"eval/win_rate_random": score[0], "eval/elo": elo}
+    return metrics | ({"eval/win_rate_past": float(np.mean(score[1:]))} if pool.agents else {})
+
+
+class Rollout(NamedTuple):
+    """What one rollout leaves behind: T steps of N environments, arrays filled in place."""
+
+    obs: np.ndarray  # (T, N, D) float32
+    action: np.ndarray  # (T, N) int64
+    reward: np.ndarray  # (T, N) float32, player 0's
+    done: np.ndarray  # (T, N) bool, the game ended with this step
+    player: np.ndarray  # (T, N) int64, who moved: 0, 1, or -1 where the step only began a game
+    learns: np.ndarray  # (T, N) bool, the agent moved: no past self, and no step that only began a game
+    logits: torch.Tensor  # (T, N, K)
+    value: torch.Tensor  # (T, N), the agent's, for the player to move
+
+
+def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
+    """Generalized advantage estimation (Schulman et al. 2016, equation 16), cut where an episode ended.
+
+    reward, value, done: (T, ...); next_value: (...), of the observation after the last step. Returns (T, ...).
+    """
+    # detail core-5: generalized advantage estimation
+    nonterminal = 1 - done.astype(value.dtype)
+    following = np.concatenate([value[1:], next_value[None]])
+    advantage = reward + gamma * nonterminal * following - value  # the TD errors
+    decay = gamma * gae_lambda * nonterminal
+    for t in reversed(range(len(advantage) - 1)):
+        advantage[t] += decay[t] * advantage[t + 1]
+    return advantage
+
+
+@torch.no_grad()
+def collect(agent: Agent, past: Agent, envs: Games, seen: tuple, rollout: Rollout, args: Args, run: Run):
+    """Step the games for one rollout, starting from `seen`, an (obs, info); returns what is seen after it.
+
+    Values come along with the actions, since both share a network; log-probabilities follow in one batch.
+    """
+    device = next(agent.parameters()).device
+    obs, info = seen
+    num_past = round(args.past_share * args.num_envs)  # the first environments are those with a past self
+    # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
+    noise = -torch.empty(rollout.logits.shape, device=device).exponential_().log()
+    for t in range(args.num_steps):  # detail core-1: as many steps as ever, whichever games end
+        rollout.obs[t], rollout.player[t] = obs, info["player"]
+        batch = torch.from_numpy(rollout.obs[t]).to(device)
+        logits, rollout.value[t] = agent(batch)
+        is_past = rollout.player[t] == 1
+        is_past[num_past:] = False
+        rollout.learns[t] = (rollout.player[t] >= 0) & ~is_past
+        if is_past.any():
+            rows = torch.from_numpy(is_past).to(device)
+            logits[rows] = past(batch[rows])[0]
+        rollout.logits[t] = logits
+        rollout.action[t] = (logits + noise[t]).argmax(-1).cpu().numpy()
+        obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
+        rollout.done[t] = termination | truncation
+        ended = rollout.done[t] & (np.arange(args.num_envs) < num_past)
+        if ended.any():  # results against past selves; those against oneself say nothing
+            run.log_episodes(info | {"_episode": ended})
+    return obs, info
+
+
+class Batch(NamedTuple):
+    """A rollout as the networks learn from it, tensors (B, ...); B = moves of the agent, or a minibatch of them."""
+
+    obs: torch.Tensor  # (B, D)
+    action: torch.Tensor  # (B,)
+    log_prob: torch.Tensor  # (B,) of the policy that acted
+    advantage: torch.Tensor  # (B,)
+    return_: torch.Tensor  # (B,) targets of the value function
+    value: torch.Tensor  # (B,) what it said before the update
+
+
+@torch.no_grad()
+def estimate(agent: Agent, rollout: Rollout, seen: tuple, args: Args) -> Batch:
+    """Log-probabilities, values, advantages and returns of the agent's moves; `seen` (obs, info) is what follows."""
+    device = next(agent.parameters()).device
+    next_obs, info = seen
+    obs = torch.from_numpy(rollout.obs).to(device)
+    action = torch.from_numpy(rollout.action).to(device)
+    log_prob = rollout.logits.log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
+    value = rollout.value
+    _, next_value = agent(torch.as_tensor(next_obs, device=device))
+    # What is good for one player is as bad for the other: as player 0 sees it, a game is an episode like any other.
+    sign = np.where(rollout.player == 1, -1, 1).astype(np.float32)
+    next_sign = np.where(info["player"] == 1, -1, 1).astype(np.float32)
+    values, next_values = sign * value.cpu().numpy(), next_sign * next_value.cpu().numpy()
+    advantage = sign * gae(rollout.reward, values, next_values, rollout.done, args.gamma, args.gae_lambda)
+    advantage = torch.from_numpy(advantage).to(device)
+    return_ = advantage + value  # detail core-5: TD(lambda) returns
+    learns = torch.from_numpy(rollout.learns).to(device)
+    return Batch(*(x[learns] for x in (obs, action, log_prob, advantage, return_, value)))
+
+
+def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of one minibatch, and its diagnostics: policy_loss, value_loss, entropy, approx_kl, clipfrac."""
+    logits, new_value = agent(batch.obs)
+    log_probs = logits.log_softmax(-1)  # (B, K)
+    log_ratio = log_probs.gather(-1, batch.action[:, None]).squeeze(-1) - batch.log_prob
+    ratio = log_ratio.exp()
+
+    # detail core-7: advantages are normalised per minibatch, not per rollout
+    advantage = batch.advantage
+    if args.norm_adv:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+
+    # detail core-8: clipped surrogate objective
+    clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    policy_loss = -torch.min(advantage * ratio, advantage * clipped_ratio).mean()
+
+    # detail core-9: the change of the value is clipped likewise
+    value_error = (new_value - batch.return_).square()
+    if args.clip_vloss:
+        clipped_value = batch.value + (new_value - batch.value).clamp(-clip_coef, clip_coef)
+        value_error = torch.max(value_error, (clipped_value - batch.return_).square())
+    value_loss = 0.5 * value_error.mean()
+
+    # detail core-10: one loss for policy, value and entropy bonus
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+
+    # detail core-12: debug variables; the KL estimator k3 of joschu.net/blog/kl-approx.html
+    with torch.no_grad():
+        approx_kl = (ratio - 1 - log_ratio).mean()
+        clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
+        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac])
+    return loss, stats
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_coef: float, args: Args) -> dict:
+    """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
+    all_stats = []
+    for _ in range(args.update_epochs):
+        # detail core-6: every sample is used once per epoch, in random minibatches
+        order = torch.randperm(len(batch.obs), device=batch.obs.device)
+        shuffled = [x[order].tensor_split(args.num_minibatches) for x in batch]
+        for minibatch in zip(*shuffled):
+            loss, stats = ppo_loss(agent, Batch(*minibatch), clip_coef, args)
+            optimizer.zero_grad()
+            loss.backward()
+            # detail core-11: one norm over all gradients
+            nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+            all_stats.append(stats)
+        # detail aux-3: early stopping
+        if args.target_kl is not None and stats[3] > args.target_kl:
+            break
+    names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
+    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
+    return metrics
+
+
+def main(args: Args) -> Path:
+    """Train as `args` says; returns the run folder."""
+    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
+    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
+    check_positive(args, "pool_size", "pool_interval", "match_games")
+    check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
+    check(0 <= args.past_share <= 1, f"--past-share must be in [0, 1], not {args.past_share}")
+    batch_size = args.num_envs * args.num_steps
+    # A past self's moves and the steps that begin games leave at least a third; a spread takes two.
+    message = f"num_envs * num_steps = {batch_size} is less than 8 for each of --num-minibatches {args.num_minibatches}"
+    check(batch_size >= 8 * args.num_minibatches, message)
+    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
+    check(args.total_timesteps >= batch_size, message)
+    device = find_device(args.device)
+    seed_everything(args.seed, args.torch_threads)
+
+    envs = make_envs(args, args.num_envs).env  # detail core-1: vectorized architecture
+    agent, past, pool = Agent(envs, args).to(device), Agent(envs, args).to(device), PastSelves()
+    # detail core-3: Adam's epsilon is 1e-5, not the library's 1e-8
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    T, N, K = args.num_steps, args.num_envs, agent.num_actions
+    rollout = Rollout(
+        obs=np.zeros((T, N, *envs.single_observation_space.shape), np.float32),
+        action=np.zeros((T, N), np.int64),
+        reward=np.zeros((T, N), np.float32),
+        done=np.zeros((T, N), bool),
+        player=np.zeros((T, N), np.int64),
+        learns=np.zeros((T, N), bool),
+        logits=torch.zeros(T, N, K, device=device),
+        value=torch.zeros(T, N, device=device),
+    )
+
+    num_updates = args.total_timesteps // batch_size
+    with Run(args, __file__, agent=agent, optimizer=optimizer, pool=pool) as run:
+        if not pool.agents:  # the first past self has learned nothing
+            run.write(metrics := match(agent, past, pool, args.seed + EVAL_SEED, args))
+            pool.add(agent, metrics["eval/elo"], args)
+        seen = envs.reset(seed=args.seed + run.step)  # a resumed run begins new games
+        for iteration in range(run.step // batch_size, num_updates):
+            # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
+            remaining = 1 - iteration / num_updates
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
+            clip_coef = args.clip_coef * (remaining if args.anneal_clip_coef else 1)
+
+            past.load_state_dict(pool.agents[torch.randint(len(pool.agents), ())])
+            seen = collect(agent, past, envs, seen, rollout, args, run)
+            run.step += batch_size
+            batch = estimate(agent, rollout, seen, args)
+            metrics = update(agent, optimizer, batch, clip_coef, args)
+            metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
+            if (iteration + 1) % args.pool_interval == 0:
+                run.write(result := match(agent, past, pool, args.seed + EVAL_SEED + run.step, args))
+                pool.add(agent, result["eval/elo"], args)
+            run.log(metrics)
+
+        run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
+    envs.close()
+    return run.folder
+
+
+if __name__ == "__main__":
+    launch(main, Args)
