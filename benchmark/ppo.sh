@@ -10,7 +10,8 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids CartPole-
 $PYTHON benchmark/plot.py runs/ppo_cartpole --out docs/results/ppo_cartpole --line random=22
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids Acrobot-v1 LunarLander-v3 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/ppo_classic_control
-$PYTHON benchmark/plot.py runs/ppo_classic_control --out docs/results/ppo_classic_control
+$PYTHON benchmark/plot.py runs/ppo_classic_control --out docs/results/ppo_classic_control \
+    --line Acrobot-v1:random=-499.95 LunarLander-v3:random=-186.1
 
 # one network for policy and value beside two: same flags as ppo.py
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 \
