@@ -4,10 +4,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
-# Lowe et al.'s settings for particles, as far as there are flags for them: 40 episodes are about their 1,024 steps
-PARTICLES="--batch-size 40 --gamma 0.95 --clip-gradients 0.5 --actor-hidden-dim 64 --critic-hidden-dim 64
-    --learning-rate-actor 1e-2 --learning-rate-critic 1e-2"
-
-$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
-    --env-ids mpe/simple_spread_v3 mpe/simple_speaker_listener_v4 mpe/simple_adversary_v3 \
-    --runs-dir runs/maddpg_multienvs -- $PARTICLES --epochs 1
+# the defaults, which are those of CleanMARL's page, with its budget of 1,000,000 steps; adversary has individual rewards
+for task in simple_spread_v3 simple_speaker_listener_v4 simple_adversary_v3; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
+        --env-ids "mpe/$task" --runs-dir "runs/maddpg_multienvs_$task"
+done
+$PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_spread_v3 --out docs/results/maddpg_multienvs_simple_spread \
+    --line random=-79.0 "CleanMARL (200k steps)=-68.7"
+$PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_speaker_listener_v4 \
+    --out docs/results/maddpg_multienvs_simple_speaker_listener --line random=-76.8
+$PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_adversary_v3 --out docs/results/maddpg_multienvs_simple_adversary

@@ -3,9 +3,11 @@
     python benchmark/matrix_games.py --out results/matrix_games --seeds 30 --workers 2
 
 Trains what is missing in OUT/runs (an .npz per game and variant, of all seeds; an interrupted call goes on there). Then
-it writes figure1.svg (the penalty game), figure2.svg (its inner clip), figure5.svg (other games), table.md, curves.csv.
+it draws OUT/coppo_matrix_penalty.svg (figure 1, the penalty game), coppo_matrix_inner_clip.svg (figure 2) and
+coppo_matrix_games.svg (figure 5, the other games), each with its .png and a table .md, and writes coppo_matrix.csv.
 All seeds of a variant learn side by side: their teams are stacked into the networks of one run, which collects,
-estimates and updates with the functions of coppo.py and coma.py. Recorded per update of 20 plays, and for each seed:
+estimates and updates with the functions of coppo.py and coma.py. Recorded per update of 20 plays and for each seed, the
+last two on the penalty game alone:
 
     reward        mean reward of the team
     variance      running variance of the policy gradient, summed over all parameters of all agents: one sample is the
@@ -62,8 +64,14 @@ COMMON = {
     "eval_episodes": 0,
     "checkpoint_interval": 10**9,
 }
-COPPO = {"optimizer": "rmsprop", "update_epochs": EPOCHS, "clip_coef": 0.2, "advantage": "counterfactual"}
-COPPO |= {"norm_adv": False, "value_clip_coef": 0.0, "huber_delta": 0.0, "normalize_value": False}
+COPPO = {"optimizer": "rmsprop", "update_epochs": EPOCHS, "num_minibatches": 1, "clip_coef": 0.2}
+COPPO |= {
+    "advantage": "counterfactual",
+    "norm_adv": False,
+    "value_clip_coef": 0.0,
+    "huber_delta": 0.0,
+    "normalize_value": False,
+}
 VARIANTS = {
     "CoPPO": (coppo, COPPO | {"inner_clip_coef": 0.1}),
     "CoPPO 0.05": (coppo, COPPO | {"inner_clip_coef": 0.05}),
@@ -139,12 +147,11 @@ class Recorder:
     def __init__(self, script, in_turn: bool):
         self.script, self.turns = script, 4 if in_turn else 1
         self.actor_loss = script.actor_loss
-        self.rewards, self.variances, self.penalties = [], [], []
+        self.variances, self.penalties = [], []
         self.mean = self.square = 0
 
     def begin_update(self, rollout):
-        reward, action = split(rollout.reward[0])[:, 0], split(rollout.action[0])
-        self.rewards.append(reward.reshape(PLAYS, -1).mean(0))
+        action = split(rollout.action[0])
         alike = (action[:, :, None] == action[:, None]).sum(-1)  # (R * teams, 4) agents with the same action, all told
         self.rows, self.agents = np.nonzero(alike == 3)  # three entries for each penalty
         self.weights, self.gradient, self.calls = [], 0, 0
@@ -171,16 +178,16 @@ class Recorder:
 
     def before_step(self, optimizer, *_):
         actors = optimizer.param_groups[0]["params"]
-        self.gradient += torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in actors]).double()
+        self.gradient += torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in actors])
 
     def end_update(self):
-        num_teams = len(self.rewards[-1])
+        num_teams = len(self.gradient) // 4
         weights = np.array(self.weights).reshape(len(self.weights), -1, 3).mean(-1)  # (epochs, penalties)
         teams = self.rows[::3] % num_teams
         self.penalties.append([weights[:, teams == s].T for s in range(num_teams)])
-        gradient = (self.gradient / len(self.weights)).reshape(4, num_teams, -1)
+        gradient = (self.gradient.double() / len(self.weights)).reshape(4, num_teams, -1)
         self.mean, self.square = 0.99 * self.mean + 0.01 * gradient, 0.99 * self.square + 0.01 * gradient**2
-        unbias = 1 - 0.99 ** len(self.rewards)
+        unbias = 1 - 0.99 ** len(self.penalties)
         self.variances.append((self.square / unbias - (self.mean / unbias) ** 2).sum((0, 2)).numpy())
 
 
@@ -202,28 +209,33 @@ def train(job) -> str:
     rest = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, bool)
     rollout = script.Rollout(np.zeros((*shape, 1), np.float32), np.zeros((1, PLAYS, 4), np.float32), *masks, *rest)
 
-    recorder, ratio_of_others = Recorder(script, in_turn), coppo.ratio_of_others
+    recorder, ratio_of_others, rewards = Recorder(script, in_turn), coppo.ratio_of_others, []
     coppo.ratio_of_others = lambda x, args: [join(y, len(x)) for y in ratio_of_others(split(x), args)]
-    script.actor_loss = recorder.watch
-    hook = register_optimizer_step_pre_hook(recorder.before_step)
+    watched = game == "penalty"
+    if watched:
+        script.actor_loss = recorder.watch
+        hook = register_optimizer_step_pre_hook(recorder.before_step)
     now = envs.reset()
     for iteration in range(args.total_timesteps // PLAYS):
         progress = min(iteration * PLAYS / args.epsilon_timesteps, 1)
         agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
         now = script.collect(agent, envs, now, rollout, args, None)
         batch = script.estimate(agent, rollout, *now, args)
+        rewards.append(split(rollout.reward[0])[:, 0].reshape(PLAYS, -1).mean(0))
         recorder.begin_update(rollout)
         script.update(agent, optimizer, batch, *([iteration] if script is coma else []), args)
-        recorder.end_update()
-    hook.remove()
-    script.actor_loss, coppo.ratio_of_others = recorder.actor_loss, ratio_of_others
+        if watched:
+            recorder.end_update()
+    coppo.ratio_of_others, results = ratio_of_others, {"reward": np.array(rewards).T}
+    if watched:
+        hook.remove()
+        script.actor_loss = recorder.actor_loss
+        penalties = [np.concatenate(of_team) for of_team in zip(*recorder.penalties)]  # each (penalties, epochs)
+        results |= {f"penalties_{seed}": p.astype(np.float32) for seed, p in zip(seeds, penalties)}
+        results["variance"] = np.array(recorder.variances).T
 
-    penalties = [np.concatenate(of_team) for of_team in zip(*recorder.penalties)]  # each (penalties, epochs)
     temporary = path.with_suffix(".tmp.npz")
-    results = {f"penalties_{seed}": p.astype(np.float32) for seed, p in zip(seeds, penalties)}
-    np.savez_compressed(
-        temporary, reward=np.array(recorder.rewards).T, variance=np.array(recorder.variances).T, **results
-    )
+    np.savez_compressed(temporary, **results)
     temporary.rename(path)
     return path.stem
 
@@ -260,6 +272,7 @@ def binned(values: np.ndarray) -> np.ndarray:
 
 
 def table_row(reward: np.ndarray, game: str, variant: str) -> str:
+    """Rewards at the end and overall, and the share of runs whose final reward is above half of the best one."""
     ends = [reward[:, -50:].mean(1), reward.mean(1)]  # the last 1,000 plays, all plays
     cells = ["{:.1f} [{:.1f}, {:.1f}]".format(*interval(values)) for values in ends]
     solved = (ends[0] > BEST.get(game, 90) / 2).mean()
@@ -292,7 +305,7 @@ def main(args: Args) -> None:
     change.set(xlabel="epoch after a penalty", ylabel="advantage of the three alike")
     variance.set(xlabel="environment steps", ylabel="variance of the policy gradient", yscale="log")
     reward.legend(frameon=False)
-    save(figure, args.out / "figure1")
+    save(figure, args.out, "coppo_matrix_penalty", [("penalty", algorithm) for algorithm in ALGORITHMS])
 
     figure, (reward, variance) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
     for variant in INNER_CLIPS:
@@ -302,7 +315,7 @@ def main(args: Args) -> None:
     reward.set(xlabel="environment steps", ylabel="reward of the team")
     variance.set(xlabel="environment steps", ylabel="variance of the policy gradient", yscale="log")
     reward.legend(frameon=False)
-    save(figure, args.out / "figure2")
+    save(figure, args.out, "coppo_matrix_inner_clip", [("penalty", variant) for variant in INNER_CLIPS])
 
     figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained", sharex=True)
     for axis, game in zip(axes.flat, GAMES):
@@ -315,20 +328,21 @@ def main(args: Args) -> None:
     for axis in axes[:, 0]:
         axis.set(ylabel="reward of the team")
     axes[0, 0].legend(frameon=False)
-    save(figure, args.out / "figure5")
-
-    rows = ["| game | variant | runs | last 1,000 plays | all 10,000 plays | solved |", "|---|---|---|---|---|---|"]
-    for game, variant, *_ in [("penalty", v) for v in VARIANTS] + [(game, a) for game in GAMES for a in ALGORITHMS]:
-        rows.append(table_row(np.load(run_path(args.out, game, variant))["reward"], game, variant))
-    (args.out / "table.md").write_text("\n".join(rows) + "\n")
-    (args.out / "curves.csv").write_text("\n".join(csv) + "\n")
+    save(figure, args.out, "coppo_matrix_games", [(game, algorithm) for game in GAMES for algorithm in ALGORITHMS])
+    (args.out / "coppo_matrix.csv").write_text("\n".join(csv) + "\n")
 
 
-def save(figure, path: Path) -> None:
-    """As SVG for the documentation and PNG to look at."""
-    figure.savefig(path.with_suffix(".svg"))
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+def save(figure, out: Path, name: str, rows: list) -> None:
+    """A figure as SVG for the documentation and PNG to look at, and its table; rows: (game, variant)."""
+    for suffix in (".svg", ".png"):
+        figure.savefig(out / f"{name}{suffix}", dpi=120)
     plt.close(figure)
+    table = [
+        "| game | variant | runs | last 1,000 plays | all 10,000 plays | solved |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    table += [table_row(np.load(run_path(out, *row))["reward"], *row) for row in rows]
+    (out / f"{name}.md").write_text("\n".join(table) + "\n")
 
 
 if __name__ == "__main__":

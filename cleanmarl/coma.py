@@ -176,7 +176,7 @@ class Agent(nn.Module):
         """Logits (R, A, K), illegal ones far below, of the policies that act: with their share of random actions."""
         logits = self.by_agent(self.actor(self.by_network(features))).masked_fill(~action_mask, -1e8)
         if self.epsilon > 0:
-            uniform = action_mask / action_mask.sum(-1, keepdim=True)
+            uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
             probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform
             logits = probs.clamp(min=1e-30).log()
         return logits

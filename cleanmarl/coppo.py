@@ -72,11 +72,11 @@ class Args:
     """N, environments stepped side by side"""
     num_steps: int = 25
     """T, steps of each environment in one rollout"""
-    gamma: float = 0.99
-    """discount factor, in [0, 1]"""
+    gamma: float = 0.95
+    """discount factor, in [0, 1]; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
     gae_lambda: float = 0.95
     """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 1
+    num_minibatches: int = 4
     """minibatches of one epoch; must divide num_envs * num_steps, since the agents of a step stay together"""
     update_epochs: int = 10
     """passes over each rollout"""
@@ -263,7 +263,7 @@ class Agent(nn.Module):
         """Logits (R, A, K), illegal ones far below, of the policies that act: with their share of random actions."""
         logits = self.by_agent(self.actor(self.by_network(features))).masked_fill(~action_mask, -1e8)
         if self.epsilon > 0:
-            uniform = action_mask / action_mask.sum(-1, keepdim=True)
+            uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
             probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform
             logits = probs.clamp(min=1e-30).log()
         return logits

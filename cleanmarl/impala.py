@@ -69,7 +69,7 @@ class Args:
     """actor processes; 0: collect and learn in turn in one process"""
     deterministic: bool = False
     """take one unroll from each actor in turn, and give all of them new parameters at the same time"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """learning rate of Adam"""
     num_envs: int = 16
     """N, environments of each actor; N unrolls are a batch"""
@@ -102,7 +102,7 @@ class Args:
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: float = 5.0
     """largest norm of the gradient of all parameters together"""
 
 

@@ -72,16 +72,16 @@ class Args:
     """actor processes; 0: collect and learn in turn in one process"""
     deterministic: bool = False
     """take one unroll from each actor in turn, and give all of them new parameters at the same time"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """learning rate of Adam"""
-    num_envs: int = 16
+    num_envs: int = 8
     """N, environments of each actor; N unrolls are a batch"""
-    unroll_length: int = 20
+    unroll_length: int = 64
     """T, steps of each environment in one unroll"""
     remainder: Literal["keep", "drop", "last", "null_padding"] = "keep"
     """keep: unrolls go on across the ends of episodes; the others begin an unroll with each episode, and what is left
     at its end is dropped, filled up with its last steps before (last), or with empty steps (null_padding)"""
-    updates_per_collect: int = 1
+    updates_per_collect: int = 4
     """gradient steps for each batch that is collected"""
     replay_size: int = 0
     """unrolls (T steps of one environment) kept, from which batches are drawn; 0: learn from each batch as it comes"""
@@ -93,7 +93,7 @@ class Args:
     """let the learning rate fall linearly to 0 over the run"""
     gamma: float = 0.99
     """discount factor, in [0, 1]"""
-    vtrace_lambda: float = 1.0
+    vtrace_lambda: float = 0.95
     """lambda of V-trace, in [0, 1]"""
     rho_clip: float = 1.0
     """largest importance weight of a value error: where the value function converges to; at least c_clip"""
@@ -101,7 +101,7 @@ class Args:
     """largest importance weight in the trace: how fast it gets there"""
     pg_rho_clip: float = 1.0
     """largest importance weight of the policy gradient"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.0
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""

@@ -71,8 +71,8 @@ class Args:
     """N, environments stepped side by side"""
     num_steps: int = 25
     """T, steps of each environment in one rollout; gradients go back as far"""
-    gamma: tuple[float, ...] = (0.99,)
-    """discount factor, in [0, 1], per agent"""
+    gamma: tuple[float, ...] = (0.95,)
+    """discount factor, in [0, 1], per agent; for long episodes without --time-limit-bootstrap rather 0.99"""
     gae_lambda: tuple[float, ...] = (0.95,)
     """lambda of GAE, in [0, 1], per agent"""
     num_minibatches: int = 2
@@ -95,7 +95,7 @@ class Args:
     """an agent whose KL divergence exceeds this skips the rest of the update, per agent; 0 for never"""
     normalize_obs: bool = False
     """normalise observations by their running mean and deviation, per agent"""
-    normalize_value: bool = False
+    normalize_value: bool = True
     """let critics predict normalised returns, by the running mean and deviation, per agent"""
     reward_scale: tuple[float, ...] = (1.0,)
     """rewards are multiplied by this before learning, per agent"""

@@ -70,11 +70,11 @@ class Args:
     """N, environments stepped side by side"""
     num_steps: int = 25
     """T, steps of each environment in one rollout"""
-    gamma: float = 0.99
-    """discount factor, in [0, 1]"""
+    gamma: float = 0.95
+    """discount factor, in [0, 1]; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
     gae_lambda: float = 0.95
     """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 1
+    num_minibatches: int = 4
     """minibatches of one epoch; must divide num_envs * num_steps, since the agents of a step stay together"""
     update_epochs: int = 10
     """passes over each rollout"""

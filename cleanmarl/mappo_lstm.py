@@ -72,11 +72,11 @@ class Args:
     """N, environments stepped side by side"""
     num_steps: int = 25
     """T, steps of each environment in one rollout; gradients go back as far"""
-    gamma: float = 0.99
-    """discount factor, in [0, 1]"""
+    gamma: float = 0.95
+    """discount factor, in [0, 1]; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
     gae_lambda: float = 0.95
     """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 1
+    num_minibatches: int = 4
     """minibatches of one epoch; must divide num_envs, since the agents of an environment stay together"""
     update_epochs: int = 10
     """passes over each rollout"""

@@ -6,6 +6,7 @@ near the one that collected the data. Policy and value function share the convol
 It learns from lives and the signs of rewards; the returns it reports are the scores of whole games.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Parent: ppo.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
@@ -124,7 +125,7 @@ class FireReset(gym.Wrapper):
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of a run, with four grey frames (4, 84, 84) as observations; UsageError for other games."""
-    message = f"ppo_atari.py needs an Atari game, such as ALE/Breakout-v5, and {args.env_id} is none"
+    message = f"needs an Atari game, such as ALE/Breakout-v5, and {args.env_id} is none"
     check(args.env_id.startswith("ALE/"), message)
 
     def preprocess(env: gym.Env) -> gym.Env:
@@ -232,14 +233,13 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
     Values come along with the actions, since both share a network; log-probabilities follow in one batch.
     """
     device = next(agent.parameters()).device
-    num_actions = envs.single_action_space.n
     # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    gumbel = -torch.empty(*rollout.action.shape, num_actions, device=device).exponential_().log()
-    for t in range(args.num_steps):
+    noise = -torch.empty(rollout.logits.shape, device=device).exponential_().log()
+    for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
         logits, rollout.value[t] = agent(torch.from_numpy(rollout.obs[t]).to(device))
         rollout.logits[t] = logits
-        rollout.action[t] = (logits + gumbel[t]).argmax(-1).cpu().numpy()
+        rollout.action[t] = (logits + noise[t]).argmax(-1).cpu().numpy()
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
         if "_episode" in info:
@@ -264,7 +264,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, 4, 84, 84) follows it."""
+    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
     device = next(agent.parameters()).device
     obs = torch.from_numpy(rollout.obs).to(device)
     action = torch.from_numpy(rollout.action).to(device)
@@ -275,7 +275,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
         rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
     )
     advantage = torch.from_numpy(advantage).to(device)
-    return_ = advantage + value
+    return_ = advantage + value  # detail core-5: TD(lambda) returns
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
@@ -335,7 +335,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
-    metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
+    metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

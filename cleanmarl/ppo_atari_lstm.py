@@ -6,6 +6,7 @@ near the one that collected the data. Policy and value function share the convol
 It learns from lives and the signs of rewards; the returns it reports are the scores of whole games.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Parent: ppo_atari.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
@@ -125,7 +126,7 @@ class FireReset(gym.Wrapper):
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of a run, with one grey frame (1, 84, 84) as observation; UsageError for other games."""
-    message = f"ppo_atari_lstm.py needs an Atari game, such as ALE/Breakout-v5, and {args.env_id} is none"
+    message = f"needs an Atari game, such as ALE/Breakout-v5, and {args.env_id} is none"
     check(args.env_id.startswith("ALE/"), message)
 
     def preprocess(env: gym.Env) -> gym.Env:
@@ -262,15 +263,14 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, state, rollout
     Values come along with the actions, since both share a network; log-probabilities follow in one batch.
     """
     device = next(agent.parameters()).device
-    num_actions = envs.single_action_space.n
     # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    gumbel = -torch.empty(*rollout.action.shape, num_actions, device=device).exponential_().log()
+    noise = -torch.empty(rollout.logits.shape, device=device).exponential_().log()
     rollout.state.copy_(state)  # detail lstm-5: training replays the states from here
-    for t in range(args.num_steps):
+    for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t], rollout.start[t] = obs, start
         step_obs = torch.from_numpy(rollout.obs[t]).to(device)
         rollout.logits[t], rollout.value[t], state = agent(step_obs[None], state, rollout.start[t, None])
-        rollout.action[t] = (rollout.logits[t] + gumbel[t]).argmax(-1).cpu().numpy()
+        rollout.action[t] = (rollout.logits[t] + noise[t]).argmax(-1).cpu().numpy()
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
         start = torch.from_numpy(rollout.done[t])
@@ -299,7 +299,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs, next_start, next_state, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, 1, 84, 84) follows it."""
+    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
     device = next(agent.parameters()).device
     obs = torch.from_numpy(rollout.obs).to(device)
     action = torch.from_numpy(rollout.action).to(device)
@@ -311,7 +311,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs, next_start, next_state, a
         rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
     )
     advantage = torch.from_numpy(advantage).to(device)
-    return_ = advantage + value
+    return_ = advantage + value  # detail core-5: TD(lambda) returns
     return Batch(obs, action, log_prob, advantage, return_, value, rollout.start, rollout.state)
 
 
@@ -370,7 +370,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
-    metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
+    metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

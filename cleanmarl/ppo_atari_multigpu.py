@@ -16,6 +16,7 @@ restarts its game or goes without FIRE; envpool plays on and fires. envpool spen
 that step at once, so that the rollout holds no step that the agent did not choose.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Parent: ppo_atari_envpool.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
@@ -105,7 +106,7 @@ class Args:
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of a run, with four grey frames (4, 84, 84) as observations; UsageError for other games."""
-    message = f"ppo_atari_envpool.py needs an Atari game, such as Breakout-v5, and {args.env_id} is none"
+    message = f"needs an Atari game, such as Breakout-v5, and {args.env_id} is none"
     check("episodic_life" in envpool_spec(args.env_id).config._fields, message)
     wrappers = {
         "noop_max": 30,  # detail atari-1: 1 to 30 no-ops first
@@ -204,14 +205,13 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
     Values come along with the actions, since both share a network; log-probabilities follow in one batch.
     """
     device = next(agent.parameters()).device
-    num_actions = envs.single_action_space.n
     # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    gumbel = -torch.empty(*rollout.action.shape, num_actions, device=device).exponential_().log()
-    for t in range(args.num_steps):
+    noise = -torch.empty(rollout.logits.shape, device=device).exponential_().log()
+    for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
         logits, rollout.value[t] = agent(torch.from_numpy(rollout.obs[t]).to(device))
         rollout.logits[t] = logits
-        rollout.action[t] = (logits + gumbel[t]).argmax(-1).cpu().numpy()
+        rollout.action[t] = (logits + noise[t]).argmax(-1).cpu().numpy()
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
         if "_episode" in info:
@@ -236,7 +236,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, 4, 84, 84) follows it."""
+    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
     device = next(agent.parameters()).device
     obs = torch.from_numpy(rollout.obs).to(device)
     action = torch.from_numpy(rollout.action).to(device)
@@ -247,7 +247,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
         rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
     )
     advantage = torch.from_numpy(advantage).to(device)
-    return_ = advantage + value
+    return_ = advantage + value  # detail core-5: TD(lambda) returns
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
@@ -319,7 +319,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
-    metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
+    metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

@@ -6,6 +6,7 @@ near the one that collected the data. The policy is a normal distribution; obser
 with running statistics, which belong to the agent: they are saved with it and stay as they are in an evaluation.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Parent: ppo.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
@@ -93,9 +94,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 
     def flatten(env: gym.Env) -> gym.Env:
         obs_space, action_space = env.observation_space, env.action_space
-        message = f"ppo_continuous_action.py needs Box actions and {args.env_id} has {action_space}; try ppo.py"
+        message = f"needs Box actions and {args.env_id} has {action_space}; try ppo.py"
         check(isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1, message)
-        message = f"ppo_continuous_action.py needs Box or Discrete observations and {args.env_id} has {obs_space}"
+        message = f"needs Box or Discrete observations and {args.env_id} has {obs_space}"
         check(isinstance(obs_space, gym.spaces.Box | gym.spaces.Discrete), message)
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
         env = env if is_vector else gym.wrappers.FlattenObservation(env)
@@ -105,7 +106,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     return make_gymnasium(args.env_id, num_envs, wrappers=[flatten], **options)
 
 
-def layer_init(layer: nn.Linear, std: float = np.sqrt(2)) -> nn.Linear:
+def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
     # detail core-2: orthogonal weights, constant biases
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -197,7 +198,7 @@ def make_policy(agent: Agent, greedy: bool = True):
 
 
 class Rollout(NamedTuple):
-    """What one rollout leaves behind: T steps of N environments, NumPy arrays filled in place."""
+    """What one rollout leaves behind: T steps of N environments, arrays filled in place."""
 
     obs: np.ndarray  # (T, N, D) float32, normalised
     action: np.ndarray  # (T, N, K) float32, as sampled
@@ -237,7 +238,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
     device = next(agent.parameters()).device
     actor = numpy_actor(agent)
     noise = (agent.log_std.exp() * torch.randn(rollout.action.shape, device=device)).cpu().numpy()
-    for t in range(args.num_steps):
+    for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
         rollout.action[t] = actor(rollout.obs[t]) + noise[t]
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
@@ -270,7 +271,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, D) is the observation after it."""
+    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
     device = next(agent.parameters()).device
     obs = torch.from_numpy(rollout.obs).to(device)
     action = torch.from_numpy(rollout.action).to(device)
@@ -281,7 +282,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
         rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
     )
     advantage = torch.from_numpy(advantage).to(device)
-    return_ = advantage + value
+    return_ = advantage + value  # detail core-5: TD(lambda) returns
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
@@ -331,7 +332,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             loss, stats = ppo_loss(agent, Batch(*minibatch), clip_coef, args)
             optimizer.zero_grad()
             loss.backward()
-            # detail core-11: one norm over the gradients of both networks
+            # detail core-11: one norm over all gradients
             nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
             all_stats.append(stats)
@@ -340,7 +341,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
-    metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
+    metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

@@ -10,6 +10,7 @@ ends after 100 steps, when all is clean, or when a robot runs against a wall. Th
 (envpool's JobShop-v0, ten components of 21 choices, works too, but it is a toy of two operations.)
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Parent: ppo_multidiscrete.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
@@ -135,15 +136,15 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of a run, with vectors as observations (integers one-hot); UsageError for other actions."""
     spec = envpool_spec(args.env_id)
     action_space, obs_space = spec.gymnasium_action_space, spec.gymnasium_observation_space
-    message = f"ppo_multidiscrete_mask.py needs actions of several integers and {args.env_id} has {action_space}"
+    message = f"needs actions of several integers and {args.env_id} has {action_space}"
     check(np.issubdtype(action_space.dtype, np.integer) and len(action_space.shape) == 1, message)
-    message = f"ppo_multidiscrete_mask.py needs a mask for each component of the action and {args.env_id} has none"
+    message = f"needs a mask for each component of the action and {args.env_id} has none"
     masks = obs_space.get("action_mask") if isinstance(obs_space, gym.spaces.Dict) else None
     check(masks is not None and masks.shape == (len(action_space.high), action_space.high.max() + 1), message)
     return VectorObs(EnvPool(args.env_id, num_envs, **options))
 
 
-def layer_init(layer: nn.Linear, std: float = np.sqrt(2)) -> nn.Linear:
+def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
     # detail core-2: orthogonal weights, constant biases
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -155,18 +156,17 @@ class Agent(nn.Module):
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
-        obs_size, sizes = envs.single_observation_space.shape[0], torch.as_tensor(envs.single_action_space.nvec)
+        sizes = torch.as_tensor(envs.single_action_space.nvec)
         # (C, K): which choices each component has, up to the largest number K
         self.register_buffer("choices", torch.arange(int(sizes.max())) < sizes[:, None], persistent=False)
+        obs_size, num_logits = envs.single_observation_space.shape[0], self.choices.numel()
         # detail core-13: separate networks, two layers of 64 with tanh
         self.actor = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(
-                nn.Linear(64, self.choices.numel()), std=0.01
-            ),  # small: every action is about as likely at first
+            layer_init(nn.Linear(64, num_logits), std=0.01),  # small: every action is about as likely at first
         )
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
@@ -195,7 +195,7 @@ def make_policy(agent: Agent, greedy: bool = True):
 
 
 class Rollout(NamedTuple):
-    """What one rollout leaves behind: T steps of N environments, NumPy arrays filled in place."""
+    """What one rollout leaves behind: T steps of N environments, arrays filled in place."""
 
     obs: np.ndarray  # (T, N, D) float32
     action: np.ndarray  # (T, N, C) int64
@@ -226,11 +226,11 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
     """
     device = next(agent.parameters()).device
     # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    gumbel = -torch.empty(*rollout.action.shape, agent.choices.shape[1], device=device).exponential_().log()
-    for t in range(args.num_steps):
+    noise = -torch.empty(*rollout.action.shape, agent.choices.shape[1], device=device).exponential_().log()
+    for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
         logits = agent.logits(torch.from_numpy(rollout.obs[t]).to(device))
-        rollout.action[t] = (logits + gumbel[t]).argmax(-1).cpu().numpy()
+        rollout.action[t] = (logits + noise[t]).argmax(-1).cpu().numpy()
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
         if "_episode" in info:
@@ -255,7 +255,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, D) is the observation after it."""
+    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
     device = next(agent.parameters()).device
     obs = torch.from_numpy(rollout.obs).to(device)
     action = torch.from_numpy(rollout.action).to(device)
@@ -266,7 +266,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
         rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
     )
     advantage = torch.from_numpy(advantage).to(device)
-    return_ = advantage + value
+    return_ = advantage + value  # detail core-5: TD(lambda) returns
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
@@ -294,7 +294,7 @@ def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[
         value_error = torch.max(value_error, (clipped_value - batch.return_).square())
     value_loss = 0.5 * value_error.mean()
 
-    # detail core-10: one loss for policy, value and entropy bonus
+    # detail core-10, detail multidiscrete-1: one loss for policy, value and entropy bonus
     entropy = -(log_probs.exp() * log_probs).sum((-2, -1)).mean()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
 
@@ -318,7 +318,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             loss, stats = ppo_loss(agent, Batch(*minibatch), clip_coef, args)
             optimizer.zero_grad()
             loss.backward()
-            # detail core-11: one norm over the gradients of both networks
+            # detail core-11: one norm over all gradients
             nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
             all_stats.append(stats)
@@ -327,7 +327,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
-    metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
+    metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

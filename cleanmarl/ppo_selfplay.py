@@ -64,7 +64,7 @@ class Args:
 
     env_id: str = "ConnectFour-v1"
     """a zero-sum two-player game of perfect information in envpool: ConnectFour-v1, TicTacToe-v1, Othello-v1, ..."""
-    total_timesteps: int = 1_024_000
+    total_timesteps: int = 500_000
     """environment steps (moves of either player) of the whole run, all environments together"""
 
     learning_rate: float = 1e-3
@@ -103,8 +103,8 @@ class Args:
     """share of the environments in which player 1 is a past self, in [0, 1]"""
     pool_size: int = 20
     """most past selves kept; the oldest leaves first"""
-    pool_interval: int = 25
-    """updates between two matches, after which the agent joins its past selves"""
+    pool_interval: int = 10
+    """updates between two matches, after which the agent joins its past selves; there is always one at the end"""
     match_games: int = 100
     """games against each opponent in a match, with sampled moves"""
 
@@ -507,7 +507,7 @@ def main(args: Args) -> Path:
             batch = estimate(agent, rollout, seen, args)
             metrics = update(agent, optimizer, batch, clip_coef, args)
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
-            if (iteration + 1) % args.pool_interval == 0:
+            if (iteration + 1) % args.pool_interval == 0 or iteration + 1 == num_updates:
                 run.write(result := match(agent, past, pool, args.seed + EVAL_SEED + run.step, args))
                 pool.add(agent, result["eval/elo"], args)
             run.log(metrics)

@@ -5,6 +5,7 @@ several epochs of minibatch steps on a surrogate objective whose probability rat
 near the one that collected the data. Policy and value function share all layers but the last.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Parent: ppo.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
@@ -92,9 +93,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
 
     def flatten(env: gym.Env) -> gym.Env:
         obs_space, action_space = env.observation_space, env.action_space
-        message = f"ppo_shared needs Discrete actions, {args.env_id} has {action_space}; try ppo_continuous_action.py"
+        message = f"needs Discrete actions and {args.env_id} has {action_space}; try ppo_continuous_action.py"
         check(isinstance(action_space, gym.spaces.Discrete), message)
-        message = f"ppo_shared needs Box or Discrete observations and {args.env_id} has {obs_space}"
+        message = f"needs Box or Discrete observations and {args.env_id} has {obs_space}"
         check(isinstance(obs_space, gym.spaces.Box | gym.spaces.Discrete), message)
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
         return env if is_vector else gym.wrappers.FlattenObservation(env)
@@ -102,7 +103,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     return make_gymnasium(args.env_id, num_envs, wrappers=[flatten], **options)
 
 
-def layer_init(layer: nn.Linear, std: float = np.sqrt(2)) -> nn.Linear:
+def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
     # detail core-2: orthogonal weights, constant biases
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -148,7 +149,7 @@ def make_policy(agent: Agent, greedy: bool = True):
 
 
 class Rollout(NamedTuple):
-    """What one rollout leaves behind: T steps of N environments, NumPy arrays filled in place."""
+    """What one rollout leaves behind: T steps of N environments, arrays filled in place."""
 
     obs: np.ndarray  # (T, N, D) float32
     action: np.ndarray  # (T, N) int64
@@ -181,7 +182,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
     actor = numpy_actor(agent)
     # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
     noise = -torch.empty(*rollout.action.shape, envs.single_action_space.n).exponential_().log().numpy()
-    for t in range(args.num_steps):
+    for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
         rollout.action[t] = (actor(rollout.obs[t]) + noise[t]).argmax(-1)
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
@@ -208,7 +209,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, D) is the observation after it."""
+    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
     device = next(agent.parameters()).device
     obs = torch.from_numpy(rollout.obs).to(device)
     action = torch.from_numpy(rollout.action).to(device)
@@ -219,7 +220,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
         rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
     )
     advantage = torch.from_numpy(advantage).to(device)
-    return_ = advantage + value
+    return_ = advantage + value  # detail core-5: TD(lambda) returns
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
@@ -270,7 +271,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             loss, stats = ppo_loss(agent, Batch(*minibatch), clip_coef, args)
             optimizer.zero_grad()
             loss.backward()
-            # detail core-11: one norm over the gradients of both networks
+            # detail core-11: one norm over all gradients
             nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
             all_stats.append(stats)
@@ -279,7 +280,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
-    metrics["train/explained_variance"] = 1 - batch.advantage.var() / batch.return_.var()
+    metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

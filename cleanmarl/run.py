@@ -41,7 +41,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from cleanmarl.envs import EnvError
+from cleanmarl.envs import EnvError, WorkerError
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
 EVAL_SEED = 1_000_000  # added to the seed, so that evaluation meets other episodes than training
@@ -149,7 +149,7 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
     except (UsageError, EnvError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         sys.exit(2)
-    except NonFiniteError as error:
+    except (NonFiniteError, WorkerError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:  # Ctrl-C before the run began, or twice
@@ -389,7 +389,7 @@ class Run:
                 self.bar.set_postfix_str(f"return {return_:.1f}", refresh=False)
         elif time.perf_counter() - self.last_line >= LINE_SECONDS or is_last:
             self.last_line, total, sps = time.perf_counter(), self.args.total_timesteps, self._sps()
-            left = timedelta(seconds=round((total - self.step) / sps))
+            left = timedelta(seconds=max(0, round((total - self.step) / sps)))  # the last episodes may go beyond
             latest = "" if return_ is None else f"  return {return_:.1f}"
             self._print(f"step {self.step:,}/{total:,}  {self.step / total:.0%}  SPS {sps:,.0f}{latest}  ETA {left}")
 

@@ -1,10 +1,11 @@
-"""Write docs/_generated from the code: flags, implementation details, source pages and results. conf.py calls `main`.
+"""Write docs/_generated from the code: flags, details, source pages, diffs and results. conf.py calls `main`.
 
 Nothing is imported from cleanmarl: scripts and tests are parsed, so that the docs build without torch. A tag is a
 comment, `# detail core-5: ...` in a script and `# proves core-5` in or right above a test function.
 """
 
 import ast
+import difflib
 import io
 import re
 import tokenize
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
+from pygments.lexers import DiffLexer, PythonLexer
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -65,6 +66,17 @@ DETAILS = {
     "aux-2": "Gradients are computed by several processes in parallel",
     "aux-3": "The epochs stop early once the policy has moved too far",
     "aux-4": "Illegal actions are masked out",
+}
+
+# Lines of code that the same write-up changes in the parent for a variant.
+WRITE_UP = {
+    "ppo_shared": "10",
+    "ppo_atari": "40",
+    "ppo_continuous_action": "25",
+    "ppo_atari_lstm": "60",
+    "ppo_atari_envpool": "60",
+    "ppo_multidiscrete": "36, of `ppo_atari.py`",
+    "ppo_multidiscrete_mask": "30",
 }
 
 
@@ -169,6 +181,54 @@ def source_page(path: Path, marked: list[int]) -> str:
     return f"---\norphan: true\n---\n# {path.relative_to(ROOT)}\n\n{fence}{{raw}} html\n{code}{fence}\n"
 
 
+def lineage(path: Path) -> list[Path]:
+    """A script and those it descends from, itself last. A docstring says `Parent: ppo.py`, or `as in ppo.py, but`."""
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    found = re.search(r"\bParent: (\w+\.py)", text) or re.search(r"\bas in (\w+\.py), but", text)
+    if found is None:
+        return [path]
+    if not path.with_name(found[1]).exists():
+        raise ValueError(f"{path.relative_to(ROOT)}: there is no parent {found[1]}")
+    return [*lineage(path.with_name(found[1])), path]
+
+
+def code_lines(path: Path) -> list[str]:
+    """The lines of a script without its comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+    return ast.unparse(tree).splitlines()
+
+
+def changes(old: list[str], new: list[str]) -> str:
+    """How many lines a diff adds and removes, as +12 -3."""
+    lines = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]  # without the names of the files
+    return f"+{sum(line.startswith('+') for line in lines)} -{sum(line.startswith('-') for line in lines)}"
+
+
+def diffs_table(variants: list[Path]) -> str:
+    """Every variant, its parent, and how many lines differ."""
+    rows = ["| script | parent | lines | of code | write-up |", "|---|---|---|---|---|"]
+    for path in variants:
+        parent = lineage(path)[-2]
+        lines = changes(parent.read_text().splitlines(), path.read_text().splitlines())
+        code = changes(code_lines(parent), code_lines(path))
+        name = f"[{path.name}](/_generated/diff/{path.stem}.md)"
+        rows.append(f"| {name} | `{parent.name}` | {lines} | {code} | {WRITE_UP.get(path.stem, '')} |")
+    return "\n".join(rows) + "\n"
+
+
+def diff_page(path: Path) -> str:
+    """A page with the unified diff from a script's parent to it."""
+    parent = lineage(path)[-2]
+    texts = parent.read_text().splitlines(), path.read_text().splitlines()
+    lines = difflib.unified_diff(*texts, parent.name, path.name, lineterm="")
+    html = highlight("\n".join(lines), DiffLexer(), HtmlFormatter(wrapcode=True))
+    fence = "`" * 6  # longer than any fence in the code
+    return f"---\norphan: true\n---\n# From {parent.name} to {path.name}\n\n{fence}{{raw}} html\n{html}{fence}\n"
+
+
 def results_of(script: str, names: list[str]) -> str:
     """A section with the curves and tables in docs/results whose name begins with the script's; empty if none do."""
     parts = []
@@ -210,6 +270,9 @@ def main() -> None:
         pages[f"details_{path.stem}.md"] = f"## Details\n\n{details_table(ids, tags, tests, '../')}" if ids else ""
         pages[f"results_{path.stem}.md"] = results_of(path.stem, names)
         pages[f"source/{path.stem}.md"] = source_page(path, [tag.line for tag in tags])
+    variants = sorted((path for path in scripts() if len(lineage(path)) > 1), key=lineage)
+    pages["diffs.md"] = diffs_table(variants)
+    pages |= {f"diff/{path.stem}.md": diff_page(path) for path in variants}
     for file in sorted({tag.file for tag in tests}):
         pages[f"source/{Path(file).stem}.md"] = source_page(ROOT / file, [t.line for t in tests if t.file == file])
     for family in dict.fromkeys(detail.partition("-")[0] for detail in DETAILS):

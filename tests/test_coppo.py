@@ -11,7 +11,7 @@ from cleanmarl import coppo, enjoy, mappo
 from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
 from cleanmarl.run import evaluate, load_checkpoint
 
-SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
+SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "num_minibatches": 1, "eval_episodes": 0}
 INF = float("inf")
 
 
@@ -264,7 +264,9 @@ def optimizer_for(agent, lr):
 
 def test_independent_agents_step_in_turn_with_the_newest_ratios():
     """Algorithm 1: within an epoch, agent i's step sees the ratios of agents before it after their steps."""
-    args = coppo.Args(env_id="matrix/penalty", num_envs=64, num_steps=1, share_parameters=False, update_epochs=2)
+    args = coppo.Args(
+        env_id="matrix/penalty", num_envs=64, num_steps=1, num_minibatches=1, share_parameters=False, update_epochs=2
+    )
     agent, _, _, batch = collected(args)
     twin, rate = coppo.Agent(coppo.make_envs(args, 1), args), 3.0
     twin.load_state_dict(agent.state_dict())
@@ -441,7 +443,7 @@ VARIANTS = {
         "optimizer": "rmsprop",
         "epsilon_start": 0.9,
     },
-    "authors": {"objective": "authors", "mix": "network", "num_minibatches": 2},
+    "authors": {"objective": "authors", "mix": "network"},
     "no double clipping": {"inner_clip_coef": INF, "clip_separately": True},
 }
 

@@ -148,6 +148,24 @@ def test_proofs_belong_to_the_test_around_or_below(tmp_path):
         generate.test_tags()
 
 
+def test_diffs_are_from_the_parent_that_a_docstring_names(tmp_path):
+    generate = load_generate(tmp_path / "docs")
+    (tmp_path / "cleanmarl").mkdir()
+    a, b, c = (tmp_path / "cleanmarl" / name for name in ("a.py", "b.py", "c.py"))
+    a.write_text('"""The root."""\n\nx = 1\ny = 2\n')
+    b.write_text('"""As a.py.\n\nParent: a.py.\n"""\n\nx = 1  # a comment\ny = 3\nz = 4\n')
+    c.write_text('"""B as in b.py, but shorter."""\n\nx = 1\ny = 3\n')
+    assert [generate.lineage(path) for path in (a, b, c)] == [[a], [a, b], [a, b, c]]
+    _, _, first, second = generate.diffs_table([b, c]).splitlines()
+    assert first == "| [b.py](/_generated/diff/b.md) | `a.py` | +7 -3 | +2 -1 |  |"
+    assert second == "| [c.py](/_generated/diff/c.md) | `b.py` | +2 -6 | +0 -1 |  |"
+    page = unescape(re.sub(r"<[^>]*>", "", generate.diff_page(b)))
+    assert "From a.py to b.py" in page and "\n-y = 2" in page and "\n+z = 4" in page
+    b.write_text('"""Parent: nobody.py"""\n')
+    with pytest.raises(ValueError, match=r"cleanmarl/b.py: there is no parent nobody.py"):
+        generate.lineage(c)
+
+
 def test_results_go_to_the_script_whose_name_is_longest(tmp_path):
     generate = load_generate(tmp_path / "docs")
     (tmp_path / "docs" / "results").mkdir()

@@ -28,10 +28,16 @@ PLAYS = [
     pytest.param("jumanji/LevelBasedForaging-v0", 8, 700, {}, False),
     pytest.param("jumanji/Connector-v2", 8, 400, {}, False),
     pytest.param("jumanji/Cleaner-v0", 8, 700, {}, True),
+    pytest.param("pgx/ConnectFour-v1", 2, 150, {}, True),  # who begins is random: two starts
+    pytest.param("pgx/KuhnPoker-v1", 4, 150, {}, True),
+    pytest.param("pgx/Backgammon-v1", 2, 400, {}, True),
     pytest.param("lbf/Foraging-8x8-2p-2f-coop-v3", 4, 500, {"num_workers": 0}, True, marks=needs("lbforaging")),
     pytest.param("lbf/Foraging-2s-10x10-3p-3f-v3", 4, 300, {"num_workers": 2}, True, marks=needs("lbforaging")),
     pytest.param("lbf/Foraging-15x15-4p-5f-v3", 2, 200, {"num_workers": 0}, True, marks=needs("lbforaging")),
     pytest.param("rware/rware-tiny-2ag-v2", 2, 250, {"num_workers": 0, "max_steps": 60}, True, marks=needs("rware")),
+    pytest.param("smaclite/3m", 2, 90, {"num_workers": 0, "max_steps": 20}, False, marks=needs("smaclite")),
+    pytest.param("smaclite/2s3z", 2, 90, {"num_workers": 2}, False, marks=needs("smaclite")),
+    pytest.param("smax/3m", 4, 500, {"max_steps": 16}, True, marks=needs("jaxmarl")),
     pytest.param("pz/mpe2/simple_tag_v3", 4, 150, {"num_workers": 0}, True),
     pytest.param("pz/sisl/pursuit_v5", 2, 40, {"num_workers": 0, "max_cycles": 15}, True, marks=needs("scipy")),
 ]
@@ -53,7 +59,8 @@ def play(env_id: str, num_envs: int, steps: int, seed: int = 3, **options):
 
 
 def test_every_family_is_played():
-    assert {param.values[0].partition("/")[0] for param in PLAYS} >= {"mpe", "matrix", "jumanji", "lbf", "rware", "pz"}
+    families = {"mpe", "matrix", "jumanji", "pgx", "lbf", "rware", "pz"}
+    assert {param.values[0].partition("/")[0] for param in PLAYS} >= families
 
 
 @pytest.mark.parametrize("env_id, N, steps, options, random_starts", PLAYS)
@@ -328,6 +335,63 @@ def test_jumanji_walled_in_agents_have_an_action():
 
 def test_jumanji_draws():
     envs = make("jumanji/Connector-v2", 2, render_mode="rgb_array")
+    envs.reset(seed=1)
+    frame = envs.render()
+    assert frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8 and frame.std() > 0
+    envs.close()
+
+
+# pgx: equal to envpool stepped by hand, whose own reset costs a step
+
+
+@pytest.mark.parametrize("name", ["ConnectFour-v1", "Othello-v1", "Backgammon-v1", "LeducHoldem-v1"])
+def test_pgx_equals_envpool(name):
+    import envpool
+
+    N, steps = 3, 600
+    envs, record = play(f"pgx/{name}", N, steps, seed=5)
+    envs.close()
+    wait, ends = record[0][1]["action_mask"].shape[-1] - 1, 0
+    for n, seed in enumerate(env_seeds(5, N)):
+        pool = envpool.make(name, "gymnasium", num_envs=1, num_threads=1, seed=[seed % 2**31])
+        views, raw = pool.reset()
+        for before, (action, obs, reward_, termination_, truncation_, info) in itertools.pairwise(record):
+            mover = raw["current_player"][0]
+            mask = before[-1]["action_mask"][n]
+            np.testing.assert_array_equal(mask[mover], np.append(raw["legal_action_mask"][0], False))
+            assert np.flatnonzero(mask[1 - mover]).tolist() == [wait] == [action[n, 1 - mover]]
+            views, reward, termination, _, raw = pool.step(action[n, mover : mover + 1])
+            assert reward_[n].tolist() == reward.tolist() and termination_[n] == termination[0]
+            assert not truncation_[n] and (reward_[n].sum() == 0)
+            if termination[0]:
+                ends += 1
+                np.testing.assert_array_equal(info["final_obs"][n, :, :-1], views.reshape(2, -1))
+                assert not info["final_obs"][n, :, -1].any()
+                assert np.flatnonzero(info["final_action_mask"][n]).tolist() == [wait, 2 * wait + 1]
+                views, _, _, _, raw = pool.step(np.zeros(1, np.int64))  # the step that begins the next game
+                assert raw["elapsed_step"][0] == 0
+            np.testing.assert_array_equal(obs[n, :, :-1], views.reshape(2, -1))
+            assert obs[n, :, -1].tolist() == [raw["current_player"][0] == 0, raw["current_player"][0] == 1]
+            np.testing.assert_array_equal(info["state"][n], obs[n].ravel())
+        pool.close()
+    assert ends >= N
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("ConectFour-v1", {}, "did you mean pgx/ConnectFour-v1"),
+        ("ConnectFour-v1", {"board": 8}, "no option 'board'"),
+        ("ConnectFour-v1", {"render_mode": "human"}, "render_mode must be None or 'rgb_array'"),
+    ],
+)
+def test_pgx_refuses(name, options, message):
+    with pytest.raises(EnvError, match=message):
+        make(f"pgx/{name}", 1, **options)
+
+
+def test_pgx_draws():
+    envs = make("pgx/ConnectFour-v1", 2, render_mode="rgb_array")
     envs.reset(seed=1)
     frame = envs.render()
     assert frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8 and frame.std() > 0

@@ -517,7 +517,7 @@ def test_two_updates_on(env_id, tmp_path):
     points = scalars(folder)
     assert tags <= set(points) <= tags | {"rollout/ep_reward", "rollout/ep_length"}
     assert [step for step, _ in points["train/policy_loss"]] == [64, 128]
-    np.testing.assert_allclose([lr for _, lr in points["train/learning_rate"]], [1e-3, 5e-4], rtol=1e-6)
+    np.testing.assert_allclose([lr for _, lr in points["train/learning_rate"]], [2e-3, 1e-3], rtol=1e-6)
 
 
 @pytest.mark.parametrize("remainder", ["drop", "last", "null_padding"])

@@ -79,9 +79,11 @@ class Toy(MultiAgentVectorEnv):
 @pytest.fixture
 def toy(monkeypatch):
     """`toy/...` as one more environment family."""
-    make = cleanmarl.envs.make
-    ours = lambda env_id, num_envs, **o: Toy(num_envs) if env_id == "toy/toy" else make(env_id, num_envs, **o)  # noqa: E731
-    monkeypatch.setattr(ippo_continuous_action, "make", ours)
+
+    def make(env_id, num_envs, **options):
+        return Toy(num_envs) if env_id == "toy/toy" else cleanmarl.envs.make(env_id, num_envs, **options)
+
+    monkeypatch.setattr(ippo_continuous_action, "make", make)
     return "toy/toy"
 
 

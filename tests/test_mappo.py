@@ -5,6 +5,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cleanmarl.envs
 from cleanmarl import enjoy, mappo
@@ -102,6 +104,38 @@ def collected(args, scale=100):
 def optimizer_for(agent, *lrs, **kwargs):
     networks = zip((agent.actor, agent.critic), lrs)
     return torch.optim.Adam([{"params": [mappo.stack_parameters(n)], "lr": lr} for n, lr in networks], **kwargs)
+
+
+@given(st.integers(1, 12), st.floats(0, 0.5), st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_gae_is_its_definition(T, p_done, seed):
+    rng = np.random.default_rng(seed)
+    gamma, gae_lambda = rng.random(2)
+    reward, value, next_value = rng.normal(size=(T, 2, 3)), rng.normal(size=(T, 2, 3)), rng.normal(size=(2, 3))
+    done = rng.random((T, 2, 3)) < p_done
+    ours = mappo.gae(reward, value, next_value, done, gamma, gae_lambda)
+    values = np.concatenate([value, next_value[None]])
+    for n, a in np.ndindex(2, 3):
+        for t in range(T):
+            expected, weight = 0.0, 1.0
+            for k in range(t, T):
+                alive = 1.0 - done[k, n, a]
+                expected += weight * (reward[k, n, a] + gamma * alive * values[k + 1, n, a] - values[k, n, a])
+                weight *= gamma * gae_lambda * alive
+            assert ours[t, n, a] == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_last_step_bootstraps_from_the_state_after_the_rollout(shared, toy):
+    """With lambda 0 the return of the last step is r + gamma V(next state and observation)."""
+    args = mappo.Args(env_id=toy, **SMALL, share_parameters=shared, gamma=0.9, gae_lambda=0.0, normalize_value=False)
+    _, rollout, batch = collected(args)
+    torch.manual_seed(0)
+    fresh = mappo.Agent(mappo.make_envs(args, 4), args)  # the critic of the rollout
+    obs = np.array([[[2, 2, 0], [3, 3, 3], [4, 0, 0]]], np.float32)  # after 50 steps the clock is at 2
+    features = fresh.critic_features(np.array([[2, 4]], np.float32), obs, np.ones((1, 3), bool))
+    expected = rollout.reward[-1] + 0.9 * fresh.value(torch.from_numpy(features)).detach().numpy()
+    np.testing.assert_allclose(batch.return_.view(50, 4, 3)[-1], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -432,7 +466,7 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.learning
 def test_learns_simple_spread_in_seconds(tmp_path):
-    args = mappo.Args(total_timesteps=160_000, runs_dir=str(tmp_path), eval_episodes=0)
+    args = mappo.Args(total_timesteps=64_000, runs_dir=str(tmp_path), eval_episodes=0)
     folder = mappo.main(args)
     envs = mappo.make_envs(args, 32)
     agent = mappo.Agent(envs, args)

@@ -17,7 +17,7 @@ from cleanmarl.mappo_continuous_action import Args
 from cleanmarl.run import evaluate, launch, load_checkpoint
 
 SPREAD = "mpe/simple_spread_v3?continuous_actions=True"
-SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
+SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "update_epochs": 4, "eval_episodes": 0}
 
 
 class Toy(MultiAgentVectorEnv):

@@ -17,7 +17,14 @@ from cleanmarl.mappo_lstm import Args
 from cleanmarl.run import launch, load_checkpoint
 
 SPREAD = "mpe/simple_spread_v3"
-SMALL = {"total_timesteps": 320, "num_envs": 4, "num_steps": 40, "hidden_dim": 16, "eval_episodes": 0}
+SMALL = {
+    "total_timesteps": 320,
+    "num_envs": 4,
+    "num_steps": 40,
+    "hidden_dim": 16,
+    "update_epochs": 2,
+    "eval_episodes": 0,
+}
 
 
 class Toy(MultiAgentVectorEnv):
@@ -233,7 +240,7 @@ def test_recurrent_weights_are_orthogonal_biases_and_first_memories_zero():
 
 # proves lstm-4
 def test_minibatches_are_whole_sequences_with_all_their_agents(monkeypatch):
-    args = Args(env_id=SPREAD, **SMALL, num_minibatches=2, update_epochs=2)
+    args = Args(env_id=SPREAD, **SMALL | {"num_minibatches": 2})
     agent, (_, batch) = collected(args)
     seen, loss = [], mappo_lstm.mappo_loss
     monkeypatch.setattr(mappo_lstm, "mappo_loss", lambda a, b, *rest: (seen.append(b), loss(a, b, *rest))[1])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cleanmarl import ppo
 from cleanmarl.run import evaluate, load_checkpoint
@@ -114,6 +115,23 @@ def test_gae_of_a_hand_worked_example():
     np.testing.assert_allclose(advantage, [1.5 + 0.25 * -2, -2, 1])
 
 
+# proves core-5
+def test_returns_are_advantages_plus_values(collected):
+    args, agent, rollout, obs, batch = collected
+    with torch.no_grad():
+        value, next_value = (
+            agent.critic(torch.from_numpy(rollout.obs))[..., 0],
+            agent.critic(torch.from_numpy(obs))[:, 0],
+        )
+    torch.testing.assert_close(batch.value, value.flatten())
+    advantage, return_ = batch.advantage.reshape(64, 4), batch.return_.reshape(64, 4)
+    for n in range(4):
+        series = rollout.reward[:, n], value[:, n].numpy(), next_value[n].item(), rollout.done[:, n]
+        expected = gae_by_definition(*series, args.gamma, args.gae_lambda)
+        np.testing.assert_allclose(advantage[:, n], expected, atol=1e-4)
+        np.testing.assert_allclose(return_[:, n], expected + value[:, n].numpy(), atol=1e-4)
+
+
 # proves core-1
 def test_rollouts_are_segments_of_fixed_length_that_episodes_cross(collected):
     args, agent, rollout, _, _ = collected
@@ -127,6 +145,16 @@ def test_rollouts_are_segments_of_fixed_length_that_episodes_cross(collected):
     done = np.concatenate([first.done, second.done])
     ends = [np.flatnonzero(done[:, n]) for n in range(4)]
     assert sorted(quiet.returns) == sorted(np.concatenate([np.diff(e, prepend=-1) for e in ends]).tolist())
+
+
+# proves core-1
+def test_episodes_go_on_from_one_rollout_to_the_next(tmp_path):
+    sizes = {"num_envs": 3, "num_steps": 4, "num_minibatches": 1, "total_timesteps": 120, "eval_episodes": 0}
+    folder = ppo.main(ppo.Args(env_id="Clock-v0", **sizes, runs_dir=str(tmp_path)))
+    events = EventAccumulator(str(folder)).Reload()
+    # 40 steps in each of 3 environments are 8 episodes of 5 steps, though no rollout holds a whole one.
+    assert events.Scalars("rollout/num_episodes")[-1].value == 24
+    assert {point.value for point in events.Scalars("rollout/ep_length")} == {5}
 
 
 # proves core-2
@@ -148,7 +176,8 @@ def test_policy_and_value_share_nothing():
     shapes = [(64, 4), (64,), (64, 64), (64,)]
     assert [tuple(p.shape) for p in agent.actor.parameters()] == [*shapes, (2, 64), (2,)]
     assert [tuple(p.shape) for p in agent.critic.parameters()] == [*shapes, (1, 64), (1,)]
-    assert isinstance(agent.actor[1], torch.nn.Tanh) and isinstance(agent.critic[3], torch.nn.Tanh)
+    for network in (agent.actor, agent.critic):
+        assert [type(layer).__name__ for layer in network] == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
     agent.critic(torch.randn(5, 4)).sum().backward()
     assert all(p.grad is None for p in agent.actor.parameters())
 
@@ -326,10 +355,32 @@ def test_gradients_are_clipped_by_one_norm_over_both_networks(collected):
 def test_epochs_stop_at_the_target_kl(collected, monkeypatch):
     args, agent, _, _, batch = collected
     calls, true_loss = [], ppo.ppo_loss
-    monkeypatch.setattr(ppo, "ppo_loss", lambda *a: (calls.append(1), true_loss(*a))[1])
-    optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
-    ppo.update(agent, optimizer, batch, 0.2, dataclasses.replace(args, target_kl=1e-6))
-    assert len(calls) == 4  # the first epoch's minibatches
+
+    def drifting(*inputs):
+        """The loss, with a KL divergence that grows by 0.01 with each minibatch."""
+        loss, (policy_loss, value_loss, entropy, _, clipfrac) = true_loss(*inputs)
+        calls.append(torch.tensor(0.01 * (len(calls) + 1)))
+        return loss, torch.stack([policy_loss, value_loss, entropy, calls[-1], clipfrac])
+
+    monkeypatch.setattr(ppo, "ppo_loss", drifting)
+    for target_kl, minibatches in ((0.001, 4), (0.05, 8), (0.085, 12), (None, 16)):
+        calls.clear()
+        args = dataclasses.replace(args, target_kl=target_kl)
+        ppo.update(agent, torch.optim.Adam(agent.parameters(), 1e-4), batch, 0.2, args)
+        assert len(calls) == minibatches  # whole epochs of 4
+
+
+def test_explained_variance(collected):
+    args, agent, _, _, batch = collected
+    args = dataclasses.replace(args, update_epochs=1)
+
+    def explained(batch):
+        return ppo.update(agent, torch.optim.Adam(agent.parameters()), batch, 0.2, args)["train/explained_variance"]
+
+    expected = 1 - (batch.return_ - batch.value).var() / batch.return_.var()
+    torch.testing.assert_close(explained(batch), expected, atol=1e-4, rtol=0)
+    same = torch.ones(256)  # there is nothing to explain
+    assert explained(batch._replace(return_=same)) == explained(batch._replace(return_=same, advantage=0 * same)) == 0
 
 
 # proves core-3

@@ -169,9 +169,16 @@ def test_policy_and_value_share_the_nature_cnn():
     assert [tuple(p.shape) for p in agent.network.parameters()] == shapes
     assert [m.stride for m in agent.network if isinstance(m, torch.nn.Conv2d)] == [(4, 4), (2, 2), (1, 1)]
     assert tuple(agent.actor.weight.shape) == (4, 512) and tuple(agent.critic.weight.shape) == (1, 512)
+    obs = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    x, p = obs / 255, list(agent.network.parameters())
+    for i, stride in enumerate((4, 2, 1)):
+        x = torch.conv2d(x, *p[2 * i : 2 * i + 2], stride=stride).relu()
+    hidden = (x.flatten(1) @ p[6].T + p[7]).relu()
+    expected = agent.actor(hidden), agent.critic(hidden)[:, 0]
+    torch.testing.assert_close(agent(obs), expected, atol=1e-5, rtol=1e-4)
     for head in range(2):
         agent.zero_grad()
-        agent(torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8))[head].sum().backward()
+        agent(obs)[head].sum().backward()
         assert all(p.grad.abs().sum() > 0 for p in agent.network.parameters())
     for layer in (agent.network[0], agent.network[7]):
         w = layer.weight.detach().flatten(1)
@@ -249,7 +256,7 @@ def test_two_updates_same_seed_same_losses_resume_and_enjoy(tmp_path):
         (
             "CartPole-v1",
             UsageError,
-            "ppo_atari.py needs an Atari game, such as ALE/Breakout-v5, and CartPole-v1 is none",
+            "needs an Atari game, such as ALE/Breakout-v5, and CartPole-v1 is none",
         ),
         ("ALE/Brekout-v5", EnvError, "unknown environment 'ALE/Brekout-v5'; did you mean ALE/Breakout-v5"),
     ],

@@ -182,9 +182,16 @@ def test_policy_and_value_share_the_nature_cnn():
     agent = ppo_atari_envpool.Agent(make(), ppo_atari_envpool.Args())
     shapes = [(32, 4, 8, 8), (32,), (64, 32, 4, 4), (64,), (64, 64, 3, 3), (64,), (512, 3136), (512,)]
     assert [tuple(p.shape) for p in agent.network.parameters()] == shapes
+    obs = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    x, p = obs / 255, list(agent.network.parameters())
+    for i, stride in enumerate((4, 2, 1)):
+        x = torch.conv2d(x, *p[2 * i : 2 * i + 2], stride=stride).relu()
+    hidden = (x.flatten(1) @ p[6].T + p[7]).relu()
+    expected = agent.actor(hidden), agent.critic(hidden)[:, 0]
+    torch.testing.assert_close(agent(obs), expected, atol=1e-5, rtol=1e-4)
     for head in range(2):
         agent.zero_grad()
-        agent(torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8))[head].sum().backward()
+        agent(obs)[head].sum().backward()
         assert all(p.grad.abs().sum() > 0 for p in agent.network.parameters())
 
 

@@ -144,7 +144,7 @@ def test_a_sequence_at_once_is_its_steps_one_by_one():
     assert (first != 0).any()
 
 
-# proves lstm-4
+# proves core-6, lstm-4
 def test_minibatches_are_whole_sequences_of_some_environments(collected, monkeypatch):
     args, agent, (_, batch), _ = collected
     seen, loss = [], ppo_atari_lstm.ppo_loss
@@ -240,6 +240,6 @@ def test_num_envs_must_be_divisible(tmp_path):
     )
     with pytest.raises(UsageError, match=text):
         ppo_atari_lstm.main(ppo_atari_lstm.Args(num_envs=6, runs_dir=str(tmp_path)))
-    with pytest.raises(UsageError, match=r"ppo_atari_lstm.py needs an Atari game"):
+    with pytest.raises(UsageError, match=r"needs an Atari game"):
         ppo_atari_lstm.main(ppo_atari_lstm.Args(env_id="CartPole-v1", runs_dir=str(tmp_path)))
     assert not list(tmp_path.iterdir())

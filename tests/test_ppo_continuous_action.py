@@ -183,11 +183,14 @@ def test_log_prob_and_entropy_equal_torch_distributions(tmp_path):
     torch.testing.assert_close(batch.log_prob, policy.log_prob(batch.action).sum(-1))
 
 
-# proves continuous-4
+# proves core-13, continuous-4
 def test_policy_and_value_share_nothing(wild):
     _, agent, *_ = wild
-    shapes = [tuple(p.shape) for p in agent.actor.parameters()]
-    assert shapes == [(64, 4), (64,), (64, 64), (64,), (2, 64), (2,)]
+    shapes = [(64, 4), (64,), (64, 64), (64,)]
+    assert [tuple(p.shape) for p in agent.actor.parameters()] == [*shapes, (2, 64), (2,)]
+    assert [tuple(p.shape) for p in agent.critic.parameters()] == [*shapes, (1, 64), (1,)]
+    for network in (agent.actor, agent.critic):
+        assert [type(layer).__name__ for layer in network] == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
     assert not {id(p) for p in agent.actor.parameters()} & {id(p) for p in agent.critic.parameters()}
 
 

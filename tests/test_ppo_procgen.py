@@ -58,7 +58,7 @@ def residual(x, p):
     return x + torch.conv2d(torch.relu(y), *p[2:4], padding=1)
 
 
-# proves procgen-1
+# proves procgen-1, atari-9
 @needs_qt
 def test_the_network_is_impalas():
     agent = ppo_procgen.Agent(make(), ppo_procgen.Args())
@@ -144,7 +144,7 @@ def test_other_ids_are_refused(tmp_path):
         (
             "Breakout-v5",
             UsageError,
-            "ppo_procgen.py needs a Procgen game, such as StarpilotEasy-v0, and Breakout-v5 is",
+            "needs a Procgen game, such as StarpilotEasy-v0, and Breakout-v5 is",
         ),
         ("StarpilotEasi-v0", EnvError, "did you mean StarpilotEasy-v0"),
     ]:

@@ -57,6 +57,11 @@ def test_policy_and_value_learn_in_one_trunk():
             parameter -= 0.1 * parameter.grad
     assert not torch.allclose(agent.actor(obs), logits)  # a step on the value alone moves the policy
     assert not torch.allclose(agent.critic(obs), value)
+    w1, b1, w2, b2, *actor = agent.actor.parameters()
+    *_, w, b = agent.critic.parameters()
+    hidden = torch.tanh(torch.tanh(obs @ w1.T + b1) @ w2.T + b2)
+    torch.testing.assert_close(agent.actor(obs), hidden @ actor[0].T + actor[1])
+    torch.testing.assert_close(agent.critic(obs), hidden @ w.T + b)
     # Two layers of 64 and two heads, each counted (and stepped by the optimiser) once.
     assert sum(p.numel() for p in agent.parameters()) == (4 * 64 + 64) + (64 * 64 + 64) + (64 * 2 + 2) + (64 + 1)
 

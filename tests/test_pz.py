@@ -191,6 +191,19 @@ def test_unlike_agents_equal_mpe2(name, continuous):
     assert by_hand(f"mpe2.{name}", 3, record, **options) == 6
 
 
+def test_agent_by_agent_environments_are_converted(toy):
+    """A module that has only PettingZoo's AEC environment plays as the parallel one does, deaths included."""
+    toys = Path(importlib.import_module("toys").__file__).parent
+    for package, name, options in [
+        ("mpe2", "simple_spread_v3", {"max_cycles": 6}),
+        ("pettingzoo.butterfly", "knights_archers_zombies_v11", {"spawn_delay": 5, "line_death": True}),
+    ]:
+        (toys / f"only_{name}.py").write_text(f"from {package}.{name} import env")
+        converted = play(f"pz/toys/only_{name}", 2, 60, num_workers=1, **options)
+        assert by_hand(f"{package}.{name}", 2, converted, **options) >= 2 * (package == "mpe2")
+    assert not np.all([row[-1]["agent_mask"] for row in converted])
+
+
 def test_dying_agents_equal_knights_archers_zombies():
     """Agents of this game are killed one after another, and it ends when all of them are."""
     options = {"spawn_delay": 5, "line_death": True}
@@ -448,7 +461,7 @@ def test_illegal_actions(toy):
         ("pz/sisl/pursuit_v4", {}, "did you mean pz/sisl/pursuit_v5"),
         ("pz/simple_spread_v3", {}, "did you mean pz/mpe2/simple_spread_v3"),
         ("pz/no_such_package/game_v0", {}, "unknown environment"),
-        ("pz/os/path", {}, "has no parallel_env"),
+        ("pz/os/path", {}, "has no parallel_env and no env"),
         ("pz/classic/connect_four_v3", {}, "take turns"),
         ("pz/mpe2/simple_spread_v3", {"landmarks": 2}, "unexpected keyword argument 'landmarks'"),
         ("pz/mpe2/simple_spread_v3", {"local_ratio": 5}, "cannot be built with {'local_ratio': 5}"),

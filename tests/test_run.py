@@ -413,6 +413,35 @@ def test_signal_saves_and_leaves_no_process(signum, status, tmp_path, monkeypatc
     assert steps == list(range(50, step + 101, 50))
 
 
+@LINUX
+@pytest.mark.parametrize(
+    "env_id, package",
+    [
+        ("pz/mpe2/simple_spread_v3", "mpe2"),
+        ("lbf/Foraging-5x5-2p-1f-v3", "lbforaging"),
+        ("rware/rware-tiny-2ag-v2", "rware"),
+        ("smaclite/3m", "smaclite"),
+    ],
+)
+def test_killed_worker_ends_the_run(env_id, package, tmp_path):
+    """SIGKILL: within 10 s one line that names the worker, a checkpoint, and no process; memory goes with the last."""
+    pytest.importorskip(package)
+    flags = ["--env-id", env_id, "--num-envs", 2, "--num-steps", 25, "--update-epochs", 1, "--runs-dir", tmp_path]
+    with started("ippo", *flags, "--checkpoint-interval", 10**9) as process:
+        folder = run_folder(tmp_path)
+        wait_for(lambda: "train/policy_loss" in scalars(folder))
+        workers = children(process.pid)
+        assert workers and not any(map(gone, workers)) and not (folder / "checkpoint.pt").exists()
+        os.kill(workers[-1], signal.SIGKILL)
+        _, err = process.communicate(timeout=10)
+    last = len(workers) - 1
+    saved, died = err.splitlines()
+    assert process.returncode == 1 and saved.startswith("saved step") and str(folder) in saved
+    assert died.startswith(f"ippo: {env_id}: worker {last} (pid {workers[-1]}, environments")
+    assert died.endswith("died (signal 9, Killed)") and all(map(gone, workers))
+    assert load_checkpoint(folder)["step"] > 0 and not (folder / "done.json").exists()
+
+
 def test_second_interrupt_stops_at_once(tmp_path):
     """The update under way would take hours."""
     with started("ppo", "--update-epochs", 10**9, "--runs-dir", tmp_path) as process:

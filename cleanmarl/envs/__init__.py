@@ -35,14 +35,21 @@ FAMILIES = {  # family -> what it is; each is a module of this package, imported
     "mpe": "multi-particle environments, batched in NumPy, equal to mpe2 step for step",
     "matrix": "cooperative matrix games, batched in NumPy",
     "jumanji": "multi-agent tasks of Jumanji in envpool's C++",
+    "pgx": "two-player games of Pgx in envpool's C++: who is not to move waits",
     "lbf": "level-based foraging, the package lbforaging, in worker processes",
     "rware": "robot warehouse, the package rware, in worker processes",
+    "smaclite": "StarCraft's micromanagement without StarCraft, the package smaclite, in worker processes",
+    "smax": "StarCraft-like battles of JaxMARL, compiled by JAX on the CPU",
     "pz": "any PettingZoo parallel environment, pz/<package>/<name>, in worker processes",
 }
 
 
 class EnvError(ValueError):
     """A wish that no environment can meet: unknown id, missing package, illegal action. One line for the user."""
+
+
+class WorkerError(RuntimeError):
+    """A worker process died, which is told in one line, or failed, which comes with its traceback."""
 
 
 class MultiAgentVectorEnv(gym.vector.VectorEnv):

@@ -21,7 +21,7 @@ import numpy as np
 
 from cleanmarl.envs import FAMILIES, EnvError, MultiAgentVectorEnv, make
 
-BACKENDS = {"mpe": "NumPy", "matrix": "NumPy", "jumanji": "envpool"}  # else workers
+BACKENDS = {"mpe": "NumPy", "matrix": "NumPy", "jumanji": "envpool", "pgx": "envpool", "smax": "JAX"}  # else workers
 ROW = "{:<44} {:>6}  {:<20} {:<16} {:>6}  {:<5}  {}"
 
 
@@ -128,6 +128,10 @@ def original(family: str, name: str) -> Iterator[float] | None:
         return parallel_steps(module.build(name, {}))
     if family in ("lbf", "rware"):
         return tuple_steps(module.parallel_env(name).env)
+    if family == "smaclite":
+        return battle_steps(module.parallel_env(name).env)
+    if family == "smax":
+        return jax_steps(module.Game(name).env)
     if family == "jumanji":
         return envpool_steps(name)
     return None
@@ -157,6 +161,36 @@ def tuple_steps(env) -> Iterator[float]:
         done = env.step(action)[2]
         if done:
             env.reset()
+        yield time.perf_counter() - start
+
+
+def battle_steps(env) -> Iterator[float]:
+    """SMAClite."""
+    rng = np.random.default_rng(1)
+    env.reset(seed=1)
+    while True:
+        mask = np.stack(env.get_avail_actions())
+        action = (rng.random(mask.shape) * mask).argmax(axis=-1).tolist()
+        start = time.perf_counter()
+        done = env.step(action)[2]
+        if done:
+            env.reset()
+        yield time.perf_counter() - start
+
+
+def jax_steps(env) -> Iterator[float]:
+    """JaxMARL, which resets by itself; compiled, but for one environment."""
+    import jax
+
+    step, legal, rng = jax.jit(env.step), jax.jit(env.get_avail_actions), np.random.default_rng(1)
+    key = jax.random.PRNGKey(1)
+    _, state = env.reset(key)
+    while True:
+        masks = {agent: np.asarray(mask) for agent, mask in legal(state).items()}
+        action = {agent: (rng.random(mask.shape) * mask).argmax() for agent, mask in masks.items()}
+        start = time.perf_counter()
+        key, now = jax.random.split(key)
+        _, state, *_ = jax.block_until_ready(step(now, state, action))
         yield time.perf_counter() - start
 
 

@@ -135,6 +135,8 @@ def make_in_workers(
         raise EnvError(f"{family}/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
     envs = pz.make(f"cleanmarl.envs/{family}", num_envs, num_workers, task=name, **options)
     envs.env_id = f"{family}/{name}"
+    for worker in envs.workers:
+        worker.label = worker.label.replace(f"pz/cleanmarl.envs/{family}", envs.env_id)
     return envs
 
 

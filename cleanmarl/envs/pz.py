@@ -1,14 +1,17 @@
 """Any PettingZoo parallel environment, `pz/<package>/<name>`, several to a worker process, over shared memory.
 
 `pz/sisl/pursuit_v5` is `pettingzoo.sisl.pursuit_v5.parallel_env`, `pz/mpe2/simple_spread_v3` that of the package mpe2,
-`pz/my_package/my_env` that of a module of yours. What the interface of this package leaves open:
+`pz/my_package/my_env` that of a module of yours. A module that has only `env`, PettingZoo's agent-by-agent kind, goes
+through PettingZoo's own conversion if its metadata say "is_parallelizable"; agents that really take turns, as in chess,
+cannot act at once. What the interface of this package leaves open:
 
     observation     flattened to float32, images too; Discrete is one-hot; {observation, action_mask} is taken apart
     action_mask     from there or from info[agent]["action_mask"]; an agent without a legal action has action 0
     state           env.state() flattened to float32 (the last one, where it fails without agents that are done); where
                     there is no state(), the padded observations one after another
     dead agent      done, or not in env.agents: observation and reward 0, only action 0 is legal, and is not passed on
-    episode end     no agent is left: truncation if one that lived until then was truncated and not terminated
+    episode end     no agent is left: truncation if one that lived until then was truncated and not terminated;
+                    battle_won where the environment has an attribute of that name
     seeds           reset(seed=s) gives env_seeds(s, N)[i] to environment i, each later episode the next number of a
                     generator seeded with that: runs repeat even where reset(seed=None) would draw from entropy
 
@@ -36,8 +39,9 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 from gymnasium import spaces
+from pettingzoo.utils.conversions import aec_to_parallel
 
-from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, env_seeds, unknown_name
+from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, WorkerError, env_seeds, unknown_name
 
 PETTINGZOO = ("atari", "butterfly", "classic", "sisl")  # packages inside pettingzoo; others stand by themselves
 INSTALL = {
@@ -101,9 +105,15 @@ def build(name: str, options: dict):
             raise unknown_name(f"pz/{name}", known_names()) from None
         hint = INSTALL.get(package, f"pip install {error.name}")
         raise EnvError(f"pz/{name} needs a package that is missing ({error}): {hint}") from error
-    if not hasattr(module, "parallel_env"):  # PettingZoo gives it to all games that allow it
+    if hasattr(module, "parallel_env"):
+        return module.parallel_env(**options)
+    if not hasattr(module, "env"):
+        raise EnvError(f"pz/{name} is no environment of PettingZoo: the module has no parallel_env and no env")
+    env = module.env(**options)
+    if not env.metadata.get("is_parallelizable"):
+        env.close()
         raise EnvError(f"pz/{name} has no parallel_env: its agents take turns, here all agents act at once")
-    return module.parallel_env(**options)
+    return aec_to_parallel(env)
 
 
 class Layout:
@@ -121,6 +131,7 @@ class Layout:
             raise TypeError(f"all agents need Discrete or all need Box actions, not {[*map(str, self.actions)]}")
         self.action_sizes = [math.prod(s.shape) if self.continuous else int(s.n) for s in self.actions]
         self.real_actions = np.arange(max(self.action_sizes)) < np.array(self.action_sizes)[:, None]  # (A, K)
+        self.has_battles = hasattr(env, "battle_won")
         self.bounds = None  # of continuous actions (A, K); an action that an agent does not have is 0
         if self.continuous:
             low, high = np.zeros((2, *self.real_actions.shape), np.float32)
@@ -143,7 +154,7 @@ class Layout:
             **dict.fromkeys(("action_mask", "final_action_mask"), ((N, A, K), np.bool_)),
             "agent_mask": ((N, A), np.bool_),
             "reward": ((N, A), np.float32),
-            **dict.fromkeys(("termination", "truncation"), ((N,), np.bool_)),
+            **dict.fromkeys(("termination", "truncation", "battle_won"), ((N,), np.bool_)),
         }
         sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in fields.values()]
         if memory is not None:
@@ -205,6 +216,8 @@ class Block:
         done = not living.any()
         self.truncation[i] = done and (alive & truncated & ~terminated).any()
         self.termination[i] = done and not self.truncation[i]
+        if done and self.layout.has_battles:
+            self.battle_won[i] = env.battle_won
         if done:  # agent_mask still has those who lived until now: they have a last observation
             self.write(i, self.final_obs, self.final_state, self.final_action_mask, obs, info)
             self.begin(i)
@@ -274,9 +287,9 @@ class Worker:
         except (EOFError, OSError):
             status = self.process.wait(5)
             how = f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.strsignal(-status)}"
-            raise RuntimeError(f"{self.label} died ({how})") from None
+            raise WorkerError(f"{self.label} died ({how})") from None
         if error:
-            raise RuntimeError(f"{self.label} failed:\n{error}")
+            raise WorkerError(f"{self.label} failed:\n{error}")
         return reply
 
 
@@ -316,13 +329,13 @@ def serve(descriptor: int, memory: int) -> None:
 class PettingZooVectorEnv(MultiAgentVectorEnv):
     """N copies of a PettingZoo environment; see the module's docstring.
 
-    A worker that raises or dies ends all workers and raises RuntimeError, with its traceback or a line that names it.
+    A worker that raises or dies ends all workers and raises WorkerError, with its traceback or a line that names it.
     `close()` may be called twice; garbage collection calls it, and workers end with this process, however it ends.
     """
 
     def __init__(self, name: str, env, layout: Layout, num_envs: int, num_workers: int, options: dict):
         self.env_id, self.render_mode = f"pz/{name}", options.get("render_mode")
-        self.block, self.statistics, self.workers = None, None, []
+        self.block, self.statistics, self.workers, self.has_battles = None, None, [], layout.has_battles
         agents = tuple(map(str, layout.agents))
         self._set_spaces(num_envs, agents, layout.obs_sizes, layout.action_sizes, layout.state_size, layout.bounds)
         if num_workers == 0:
@@ -370,7 +383,8 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
                 info[key] = np.zeros_like(self.arrays[key])
                 info[key][done] = self.arrays[key][done]
             info["_final_obs"] = done.copy()
-            self.statistics.end(done, info)
+            battles = {"battle_won": self.arrays["battle_won"].copy()} if self.has_battles else {}
+            self.statistics.end(done, info, **battles)
         return self.arrays["obs"].copy(), reward, termination, truncation, info
 
     def render(self):

@@ -1,0 +1,203 @@
+"""Break every implementation detail of PPO in a copy of the repository, one line at a time, and see its tests fail.
+
+    python benchmark/mutate_details.py                            # all of them, some minutes
+    python benchmark/mutate_details.py core-5 atari-3 --workers 2
+
+A mutation changes one line of a script, at the tag `# detail core-5` or just below it. It is caught if a test of this
+script fails that passes without it and bears the mark `# proves core-5`. A variant is not mutated where its line is its
+parent's: tests/test_mutate_details.py sees to it that it stays so. Exit status 1 if a mutation is not caught, or if a
+marked test catches none.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import io
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generate)
+
+EVENTS = "tensorboard.backend.event_processing.event_accumulator"
+BELOW = 12  # lines from a tag down to its mutation, at most
+LAYER = "\n            layer_init(nn.Linear(64, num_"
+FIRST = "self.critic = nn.Sequential(\n            layer_init(nn.Linear(obs_size, 64)),"
+SHARED_FIRST = "self.critic = nn.Sequential(\n            self.actor[0],"
+
+# (detail, script, old text, new text); lines of both that are equal only say which line is meant
+MUTATIONS = [
+    ("core-1", "ppo", "= make_envs(args, args.num_envs", "= make_envs(args, 1"),
+    ("core-1", "ppo", "in range(args.num_steps):", "in range(args.num_steps - 1):"),
+    ("core-2", "ppo", "nn.init.orthogonal_(layer.weight, std)", "nn.init.normal_(layer.weight, 0, std / 8)"),
+    ("core-2", "ppo", "nn.init.zeros_(layer.bias)", "nn.init.constant_(layer.bias, 0.01)"),
+    ("core-3", "ppo", "eps=1e-5", "eps=1e-8"),
+    ("core-4", "ppo", "args.learning_rate * (remaining if args.anneal_lr else 1)", "args.learning_rate"),
+    ("core-5", "ppo", "decay = gamma * gae_lambda * nonterminal", "decay = gamma * gae_lambda"),
+    ("core-5", "ppo", "reward + gamma * nonterminal * following - value", "reward + gamma * following - value"),
+    ("core-5", "ppo", "return_ = advantage + value", "return_ = advantage"),
+    ("core-6", "ppo", "torch.randperm(batch_size,", "torch.randint(batch_size, (batch_size,),"),
+    ("core-6", "ppo", "torch.randperm(batch_size,", "torch.arange(batch_size,"),
+    ("core-6", "ppo_atari_lstm", "torch.randperm(args.num_envs,", "torch.arange(args.num_envs,"),
+    ("core-7", "ppo", " / (advantage.std() + 1e-8)", ""),
+    ("core-8", "ppo", "torch.min(advantage * ratio, ", "torch.max(advantage * ratio, "),
+    ("core-8", "ppo", "ratio.clamp(1 - clip_coef, 1 + clip_coef)", "ratio.clamp(max=1 + clip_coef)"),
+    ("core-9", "ppo", "torch.max(value_error, ", "torch.min(value_error, "),
+    ("core-10", "ppo", "- args.ent_coef * entropy", "+ args.ent_coef * entropy"),
+    ("core-10", "ppo", "args.vf_coef * value_loss", "value_loss"),
+    ("core-11", "ppo", "(agent.parameters(), args.max_grad_norm)", "(agent.actor.parameters(), args.max_grad_norm)"),
+    ("core-11", "ppo", "(agent.parameters(), args.max_grad_norm)", "(agent.critic.parameters(), args.max_grad_norm)"),
+    ("core-12", "ppo", "(ratio - 1 - log_ratio).mean()", "(-log_ratio).mean()"),
+    ("core-12", "ppo", "(ratio - 1).abs() > clip_coef", "(ratio - 1) > clip_coef"),
+    ("core-13", "ppo", f"nn.Tanh(),{LAYER}", f"nn.ReLU(),{LAYER}"),
+    ("core-13", "ppo", FIRST, SHARED_FIRST),
+    ("core-13", "ppo_shared", "nn.Tanh(),\n            layer", "nn.ReLU(),\n            layer"),
+    ("core-13", "ppo_shared", "nn.Sequential(trunk, ", "nn.Sequential(__import__('copy').deepcopy(trunk), "),
+    ("atari-1", "ppo_atari", "AtariPreprocessing(env, 30, 4", "AtariPreprocessing(env, 0, 4"),
+    ("atari-2", "ppo_atari", "AtariPreprocessing(env, 30, 4", "AtariPreprocessing(env, 30, 2"),
+    ("atari-3", "ppo_atari", "env = EpisodicLife(env)", "pass"),
+    ("atari-4", "ppo_atari", "env = FireReset(env)", "pass"),
+    ("atari-5", "ppo_atari", "(env, warp_frame, ", "(env, lambda rgb: warp_frame(rgb[..., ::-1]), "),
+    ("atari-6", "ppo_atari", "TransformReward(env, np.sign)", "TransformReward(env, float)"),
+    ("atari-7", "ppo_atari", "FrameStackObservation(env, 4)", "FrameStackObservation(env, 3)"),
+    ("atari-8", "ppo_atari", "nn.ReLU(),\n            nn.Flatten()", "nn.Tanh(),\n            nn.Flatten()"),
+    ("atari-9", "ppo_atari", ".div_(255)", ""),
+    ("atari-1", "ppo_atari_envpool", '"noop_max": 30', '"noop_max": 1'),
+    ("atari-2", "ppo_atari_envpool", '"frame_skip": 4', '"frame_skip": 2'),
+    ("atari-3", "ppo_atari_envpool", '"episodic_life": True', '"episodic_life": False'),
+    ("atari-4", "ppo_atari_envpool", '"use_fire_reset": True', '"use_fire_reset": False'),
+    ("atari-5", "ppo_atari_envpool", '"gray_scale": True', '"gray_scale": False'),
+    ("atari-6", "ppo_atari_envpool", '"reward_clip": True', '"reward_clip": False'),
+    ("atari-7", "ppo_atari_envpool", '"stack_num": 4', '"stack_num": 3'),
+    ("atari-8", "ppo_atari_envpool", "nn.ReLU(),\n            nn.Flatten()", "nn.Tanh(),\n            nn.Flatten()"),
+    ("atari-9", "ppo_atari_envpool", ".div_(255)", ""),
+    ("continuous-1", "ppo_continuous_action", ".square() - (log_std", ".abs() - (log_std"),
+    ("continuous-2", "ppo_continuous_action", "nn.Parameter(torch.zeros(", "nn.Parameter(torch.ones("),
+    ("continuous-2", "ppo_continuous_action", "zeros(num_actions))", "zeros(num_actions), requires_grad=False)"),
+    ("continuous-3", "ppo_continuous_action", "log_prob.sum(-1)", "log_prob.mean(-1)"),
+    ("core-13", "ppo_continuous_action", FIRST, SHARED_FIRST),
+    ("continuous-4", "ppo_continuous_action", FIRST, SHARED_FIRST),
+    ("continuous-5", "ppo_continuous_action", "gym.wrappers.ClipAction(env)", "env"),
+    ("continuous-6", "ppo_continuous_action", "(obs - self.obs_stats.mean) / self.obs_stats.std", "obs"),
+    ("continuous-7", "ppo_continuous_action", "obs.clip(-10, 10)", "obs"),
+    ("continuous-8", "ppo_continuous_action", "reward / self.", "(reward - self.return_stats.mean) / self."),
+    ("continuous-9", "ppo_continuous_action", "reward.clip(-10, 10)", "reward"),
+    ("lstm-1", "ppo_atari_lstm", "orthogonal_(parameter, 1.0)", "orthogonal_(parameter, np.sqrt(2))"),
+    ("lstm-2", "ppo_atari_lstm", "torch.zeros(2, num_envs", "torch.ones(2, num_envs"),
+    ("lstm-3", "ppo_atari_lstm", "state = state * ~start[first, :, None]", "pass"),
+    ("lstm-4", "ppo_atari_lstm", "[x[:, order]", "[x[torch.randperm(len(x))][:, order]"),
+    ("lstm-5", "ppo_atari_lstm", "rollout.state.copy_(state)", "rollout.state.zero_()"),
+    ("procgen-1", "ppo_procgen", "[Residual(after), Residual(after)]", "[Residual(after)]"),
+    ("atari-9", "ppo_procgen", ".div_(255)", ""),
+    ("continuous-8", "ppo_procgen", "reward / self.return_stats.std", "reward"),
+    ("continuous-9", "ppo_procgen", ".clip(-10, 10)", ""),
+    ("multidiscrete-1", "ppo_multidiscrete", ".sum(-1) - batch.log_prob", ".mean(-1) - batch.log_prob"),
+    ("multidiscrete-1", "ppo_multidiscrete", "log_probs).sum((-2, -1)).mean()", "log_probs).sum(-1).mean()"),
+    ("aux-1", "ppo", "(remaining if args.anneal_clip_coef else 1)", "1"),
+    ("aux-2", "ppo_atari_multigpu", "[p.grad for p in agent.parameters()] + [stats]", "[stats]"),
+    ("aux-3", "ppo", "stats[3] > args.target_kl", "stats[4] > args.target_kl"),
+    ("aux-4", "ppo_multidiscrete_mask", "masked_fill(~mask, -1e8)", "masked_fill(~self.choices, -1e8)"),
+]
+
+
+@dataclass
+class Args:
+    details: tyro.conf.Positional[tuple[str, ...]] = ()
+    """details to break, such as core-5; default: all"""
+    workers: int = 1
+    """mutations at a time"""
+
+
+test_tags = functools.cache(generate.test_tags)  # it parses all tests
+
+
+def mutated(detail: str, script: str, old: str, new: str) -> str:
+    """The source of the script with the mutation; ValueError unless `old` is there once, at a tag of the detail."""
+    path = ROOT / "cleanmarl" / f"{script}.py"
+    source = path.read_text()
+    if source.count(old) != 1:
+        raise ValueError(f"{detail}: {old!r} is {source.count(old)} times in {path.name}, not once")
+    line = source[: source.index(old)].count("\n") + 1
+    tags = [tag.line for tag in generate.script_tags(path) if tag.detail == detail]
+    if not any(0 <= line - tag <= BELOW for tag in tags):
+        raise ValueError(f"{detail}: {old!r} is in line {line} of {path.name}, and its tags are in {tags}")
+    return source.replace(old, new)
+
+
+def proofs(detail: str, script: str) -> set[str]:
+    """The tests of a script that are marked as proving a detail, as pytest names them."""
+    file = f"tests/test_{script}.py"
+    return {f"{file}::{tag.test}" for tag in test_tags() if (tag.detail, tag.file) == (detail, file)}
+
+
+def failures(tests: set[str], script: str = "", source: str = "") -> tuple[set[str], str]:
+    """Those of the tests that fail in a copy of the repository, where the script has this source; pytest's output.
+
+    Runs in a process of its own: it imports cleanmarl from the copy.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+        for part in ("cleanmarl", "tests"):
+            shutil.copytree(ROOT / part, Path(folder, part), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        if script:
+            Path(folder, "cleanmarl", f"{script}.py").write_text(source)
+        os.chdir(folder)
+        os.environ |= {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        sys.path.insert(0, folder)
+        pytest.main(["-rf", "--tb=short", "-p", "no:cacheprovider", *sorted(tests)])
+        os.chdir(ROOT)
+    return set(re.findall(r"^FAILED ([^\s\[]+)", out.getvalue(), re.MULTILINE)), out.getvalue()
+
+
+def main(args: Args) -> int:
+    """Print a table of mutations and the tests that caught them; returns the exit status."""
+    unknown = set(args.details) - set(generate.DETAILS)
+    if unknown:
+        print(f"there is no detail {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    order = list(generate.DETAILS)
+    todo = sorted((m for m in MUTATIONS if m[0] in (args.details or order)), key=lambda m: order.index(m[0]))
+    try:
+        sources = [mutated(*mutation) for mutation in todo]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    tests = [proofs(detail, script) for detail, script, *_ in todo]
+    marked = set().union(*tests)
+    context = multiprocessing.get_context("forkserver")  # imports the large packages once
+    context.set_forkserver_preload(["torch", "gymnasium", "hypothesis", "pytest", EVENTS])
+    with ProcessPoolExecutor(args.workers, mp_context=context, max_tasks_per_child=1) as pool:
+        failed, out = pool.submit(failures, marked).result()
+        if failed or " passed" not in out or " error" in out:
+            print(f"{out}\nthese tests do not pass without a mutation", file=sys.stderr)
+            return 1
+        caught, missed = set(), 0
+        print("| detail | script | mutation | caught by |\n|---|---|---|---|", flush=True)
+        results = pool.map(failures, tests, [script for _, script, *_ in todo], sources)
+        for (detail, script, old, new), (failed, out) in zip(todo, results):
+            caught |= failed
+            missed += not failed
+            (change,) = (pair for pair in zip(old.splitlines(), new.splitlines() or [""]) if len(set(pair)) == 2)
+            names = ", ".join(sorted(test.partition("::")[2] for test in failed)) or "NOT CAUGHT"
+            names += ": a fixture fails" if not failed and " error" in out else ""
+            print(f"| {detail} | {script} | `{change[0].strip()}` -> `{change[1].strip()}` | {names} |", flush=True)
+    print(f"\n{len(todo) - missed} of {len(todo)} mutations of {len({m[0] for m in todo})} details caught")
+    for test in sorted(marked - caught):
+        print(f"{test} catches none")
+    return int(missed > 0 or marked > caught)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

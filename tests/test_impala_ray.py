@@ -1,0 +1,239 @@
+"""impala_ray.py on a Ray cluster of two nodes, one of which is killed; its loss; two learners that average."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cleanmarl import enjoy, impala, impala_ray
+from cleanmarl.run import UsageError, launch, load_checkpoint
+
+SMALL = {"num_actors": 2, "total_timesteps": 640, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
+
+
+class Broken(gym.Env):
+    """Works where it is looked at, fails when it is played."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (1,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        if self.spec.id == "Deadly-v0":
+            os._exit(1)
+        raise RuntimeError("the environment is broken")
+
+
+gym.register("Broken-v0", Broken)
+gym.register("Deadly-v0", Broken)
+
+
+def learned(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes of one CPU each: one actor on each of them."""
+    pytest.importorskip("ray", reason="ray is not installed: python bootstrap.py ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+def played(args):
+    """An agent, and unrolls of another version of it."""
+    torch.manual_seed(0)
+    player = impala_ray.Player(args, [1, 0, 0, 0])
+    agent = impala_ray.Agent(player.envs, args)
+    flat = torch.nn.utils.parameters_to_vector(agent.parameters()).detach()
+    slot = player.play((3, flat.numpy()))[0].copy()
+    with torch.no_grad():
+        agent.actor[-1].bias += torch.tensor([0.0, 1.0])
+    return agent, slot
+
+
+def test_loss_and_vtrace_are_those_of_impala():
+    """Which are held against their definitions in test_impala.py; ends of both kinds are among the steps."""
+    args = impala_ray.Args(**SMALL | {"unroll_length": 40}, rho_clip=1.3, vtrace_lambda=0.9)
+    agent, slot = played(args)
+    theirs = np.zeros(4, impala.unroll_dtype(impala.make_envs(args, 1), args))
+    for name in slot["unrolls"].dtype.names:
+        theirs[name] = slot["unrolls"][name]
+    theirs["mask"], theirs["truncation"][:, 7] = True, True
+    slot["unrolls"]["truncation"][:, 7] = True
+    assert slot["version"] == 3 and theirs["termination"].any()
+    loss, stats = impala_ray.impala_loss(agent, slot["unrolls"], args)
+    expected, expected_stats, _ = impala.impala_loss(agent, theirs, torch.ones(4), args)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(stats, expected_stats)
+    assert stats[3] > 0.01
+
+
+def learn(unrolls, args):
+    torch.manual_seed(0)
+    agent = impala_ray.Agent(impala_ray.make_envs(args, 1), args)
+    optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)
+    metrics = impala_ray.update(agent, optimizer, unrolls, args)
+    return [p.detach() for p in agent.parameters()], metrics
+
+
+def learn_half(rank, folder, args, unrolls):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.save(learn(unrolls[2 * rank : 2 * (rank + 1)], args), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no Gloo")
+def test_two_learners_with_half_a_batch_each_learn_like_one_with_all_of_it(tmp_path):
+    args = impala_ray.Args(**SMALL, updates_per_collect=2)
+    _, slot = played(args)
+    mp.spawn(learn_half, (str(tmp_path), args, slot["unrolls"]), nprocs=2)
+    (first, metrics), (second, _) = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    alone, expected = learn(slot["unrolls"], args)
+    for a, b, c in zip(first, second, alone):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, atol=1e-5, rtol=0)
+    for name in ("policy_loss", "value_loss", "entropy"):
+        assert metrics[f"train/{name}"] == pytest.approx(expected[f"train/{name}"], abs=1e-4)
+
+
+def test_the_log_probs_are_those_of_the_version_that_acted(cluster):
+    args = impala_ray.Args(**SMALL, address=cluster.address)
+    ray = impala_ray.connect(args, 1)
+    envs = impala_ray.make_envs(args, 1)
+    agent = impala_ray.Agent(envs, args)
+    published, versions = {0: torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()}, []
+    with closing(impala_ray.Actors(ray, args, agent, 0, 0)) as actors:
+        nodes = {player._ray_actor_id.hex() for player in actors.calls.values()}
+        for version in range(1, 30):
+            slot = actors.take()
+            twin = impala_ray.Agent(envs, args)
+            torch.nn.utils.vector_to_parameters(published[int(slot["version"])], twin.parameters())
+            assert abs(impala_ray.impala_loss(twin, slot["unrolls"], args)[1][3]) < 1e-6
+            versions.append(int(slot["version"]))
+            with torch.no_grad():
+                agent.actor[-1].bias.copy_(torch.tensor([0.0, version % 7 - 3.0]))
+            actors.publish(version)
+            published[version] = torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+    assert len(nodes) == 2 and max(versions) > 20
+
+
+def test_a_killed_node_is_replaced(cluster, tmp_path):
+    """Its actor comes back on a node that joins; the run goes on, resumes, and can be played."""
+    node = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    flags = SMALL | {"num_actors": 3, "address": cluster.address, "checkpoint_interval": 640}
+    flags |= {"total_timesteps": 10**8, "runs_dir": str(tmp_path)}
+    failures = []
+
+    def kill_one_node():
+        try:
+            wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+            cluster.remove_node(node, allow_graceful=False)
+            cluster.add_node(num_cpus=1)
+            (folder,) = tmp_path.iterdir()
+            wait_for(lambda: learned(folder)["time/replaced_actors"][-1][1] >= 1)
+            before = load_checkpoint(folder)["step"]
+            wait_for(lambda: load_checkpoint(folder)["step"] > before + 10 * 64)
+        except BaseException as error:
+            failures.append(error)
+        os.kill(os.getpid(), 2)  # Ctrl-C
+
+    helper = threading.Thread(target=kill_one_node)
+    helper.start()
+    with pytest.raises(SystemExit) as stopped:
+        impala_ray.main(impala_ray.Args(**flags))
+    helper.join()
+    assert not failures and stopped.value.code == 130
+    (folder,) = tmp_path.iterdir()
+    step = load_checkpoint(folder)["step"]
+    impala_ray.main(impala_ray.Args(**flags | {"total_timesteps": step + 128, "resume": folder}))
+    assert load_checkpoint(folder)["step"] == step + 128
+    assert enjoy.main(enjoy.Args(folder, episodes=1))["eval/ep_length"] > 0
+
+
+def wait_for(condition, seconds: float = 120):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.2)
+    return value
+
+
+def test_deterministic_runs_repeat(cluster, tmp_path):
+    flags = SMALL | {"deterministic": True, "address": cluster.address, "runs_dir": str(tmp_path)}
+    one, same = (learned(impala_ray.main(impala_ray.Args(**flags))) for _ in range(2))
+    for points in (one, same):
+        for tag in ("time/SPS", "time/learner_wait"):
+            del points[tag]
+    assert one == same and len(one["train/policy_loss"]) == 10
+    # two actors with two calls each: the first four unrolls are by the first version, the others three updates old
+    assert [lag for _, lag in one["train/policy_lag"]] == [0, 1, 2, 3] + [3] * 6
+
+
+def test_an_environment_that_raises_ends_the_run_and_deaths_in_a_row_too(cluster, tmp_path, monkeypatch):
+    flags = SMALL | {"num_actors": 1, "address": cluster.address, "runs_dir": str(tmp_path)}
+    import ray
+
+    with pytest.raises(ray.exceptions.RayTaskError, match="the environment is broken"):
+        impala_ray.main(impala_ray.Args(**flags | {"env_id": "test_impala_ray:Broken-v0"}))
+    monkeypatch.setattr(impala_ray, "MOST_DEATHS", 1)
+    with pytest.raises(RuntimeError, match="1 actors in a row died before they played"):
+        impala_ray.main(impala_ray.Args(**flags | {"env_id": "test_impala_ray:Deadly-v0"}))
+    assert not ray.is_initialized()
+
+
+def test_two_learners_with_torchrun(cluster, tmp_path):
+    flags = SMALL | {"num_actors": 1, "total_timesteps": 1280, "address": cluster.address, "runs_dir": tmp_path}
+    flags = [str(x) for key, value in flags.items() for x in (f"--{key.replace('_', '-')}", value)]
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", impala_ray.__file__, *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    (folder,) = tmp_path.iterdir()
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint["step"] == 1280 and checkpoint["modules"]["optimizer"]["state"][0]["step"] == 10  # 128 steps each
+
+
+def test_refused(cluster, tmp_path, monkeypatch):
+    def refused(**flags):
+        with pytest.raises(UsageError) as error:
+            impala_ray.main(impala_ray.Args(**SMALL | flags, runs_dir=str(tmp_path / "runs")))
+        assert not list(tmp_path.iterdir()) and "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "--num-actors 99 of each of 1 learners" in refused(num_actors=99, address=cluster.address)
+    monkeypatch.setenv("RAY_GCS_RPC_TIMEOUT_S", "1")
+    assert "--num-actors must be greater than 0" in refused(num_actors=0)
+    assert "--rho-clip 0.5 must be at least" in refused(rho_clip=0.5)
+
+
+def test_without_ray(tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "ray", None)  # Python's own way to say that a package is not there
+    monkeypatch.setattr(sys, "argv", ["impala_ray.py", "--runs-dir", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit) as stopped:
+        launch(impala_ray.main, impala_ray.Args)
+    out, err = capfd.readouterr()
+    assert stopped.value.code == 2 and not out and not list(tmp_path.iterdir())
+    assert err.startswith("impala_ray: impala_ray.py needs the package ray: ") and err.count("\n") == 1
