@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# What docs/algorithms/impala*.md report: every trial of the IMPALA family. Finished trials are skipped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
+
+# one process, so that the curves repeat exactly; with actors the same settings learn as well
+$PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 5 \
+    --workers "$WORKERS" --runs-dir runs/impala_cartpole -- --num-actors 0
+$PYTHON benchmark/plot.py runs/impala_cartpole --out docs/results/impala_cartpole --line random=22
+$PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 3 \
+    --workers 1 --runs-dir runs/impala_cartpole_actors -- --num-actors 2
+
+$PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids LunarLander-v3 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/impala_lunarlander -- --num-actors 0 --total-timesteps 1000000
+$PYTHON benchmark/plot.py runs/impala_lunarlander --out docs/results/impala_lunarlander
+
+$PYTHON benchmark/run.py --command "python cleanmarl/impala_continuous_action.py" --env-ids HalfCheetah-v5 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/impala_continuous_action -- --num-actors 0
+$PYTHON benchmark/plot.py runs/impala_continuous_action --out docs/results/impala_continuous_action
+
+# days on two cores; hours with a GPU: --num-actors 8 --device cuda
+$PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 SpaceInvaders-v5 Qbert-v5 \
+    --num-seeds 3 --workers 1 --runs-dir runs/impala_atari -- --num-actors 0
