@@ -10,7 +10,7 @@ for task in simple_spread_v3 simple_speaker_listener_v4 simple_adversary_v3; do
         --env-ids "mpe/$task" --runs-dir "runs/maddpg_multienvs_$task"
 done
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_spread_v3 --out docs/results/maddpg_multienvs_simple_spread \
-    --line random=-79.0 "CleanMARL (200k steps)=-68.7"
+    --line random=-79.3 "CleanMARL (200k steps)=-68.7"
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_speaker_listener_v4 \
-    --out docs/results/maddpg_multienvs_simple_speaker_listener --line random=-76.8
+    --out docs/results/maddpg_multienvs_simple_speaker_listener --line random=-79.5
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_adversary_v3 --out docs/results/maddpg_multienvs_simple_adversary

@@ -51,6 +51,7 @@ MUTATIONS = [
     ("core-6", "ppo", "torch.randperm(batch_size,", "torch.randint(batch_size, (batch_size,),"),
     ("core-6", "ppo", "torch.randperm(batch_size,", "torch.arange(batch_size,"),
     ("core-6", "ppo_atari_lstm", "torch.randperm(args.num_envs,", "torch.arange(args.num_envs,"),
+    ("core-6", "ppo_selfplay", "torch.randperm(len(batch.obs),", "torch.randint(9, (len(batch.obs),),"),
     ("core-7", "ppo", " / (advantage.std() + 1e-8)", ""),
     ("core-8", "ppo", "torch.min(advantage * ratio, ", "torch.max(advantage * ratio, "),
     ("core-8", "ppo", "ratio.clamp(1 - clip_coef, 1 + clip_coef)", "ratio.clamp(max=1 + clip_coef)"),
@@ -109,6 +110,7 @@ MUTATIONS = [
     ("aux-2", "ppo_atari_multigpu", "[p.grad for p in agent.parameters()] + [stats]", "[stats]"),
     ("aux-3", "ppo", "stats[3] > args.target_kl", "stats[4] > args.target_kl"),
     ("aux-4", "ppo_multidiscrete_mask", "masked_fill(~mask, -1e8)", "masked_fill(~self.choices, -1e8)"),
+    ("aux-4", "ppo_selfplay", "masked_fill(~mask, -1e8)", "masked_fill(~mask, -1)"),
 ]
 
 

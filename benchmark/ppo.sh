@@ -27,3 +27,8 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete.py" --env
     --workers "$WORKERS" --runs-dir runs/ppo_multidiscrete -- --total-timesteps 1000000
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete_mask.py" --env-ids Cleaner-v0 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_multidiscrete_mask -- --total-timesteps 1000000
+
+# Connect Four against itself: the curve is the Elo of the matches
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids ConnectFour-v1 --num-seeds 1 \
+    --workers "$WORKERS" --runs-dir runs/ppo_selfplay
+$PYTHON benchmark/plot.py runs/ppo_selfplay --tag eval/elo --out docs/results/ppo_selfplay_elo --line random=0

@@ -277,8 +277,11 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
         logits = np.where(at_random[t], 0, actor(agent.features(obs)))
         rollout.action[t] = np.where(rollout.action_mask[t], logits + noise[t], -np.inf).argmax(-1)
 
-        obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
-        # Death is no end: the agent's return goes on with its team's rewards, and its critic knows that it is dead.
+        obs, reward, termination, truncation, info = envs.step(rollout.action[t])
+        # Death is no end: a dead agent earns what the living do on average, and its critic knows that it is dead.
+        alive = rollout.agent_mask[t]
+        of_living = (reward * alive).sum(1, keepdims=True) / alive.sum(1, keepdims=True).clip(1)
+        rollout.reward[t] = np.where(alive, reward, of_living)
         rollout.done[t] = (termination | truncation)[:, None]
         if "_episode" in info:
             run.log_episodes(info)

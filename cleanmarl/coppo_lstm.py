@@ -364,8 +364,11 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, memory, rollout: Rol
         logits, memory = actor(agent.features(obs), memory)
         rollout.action[t] = np.where(rollout.action_mask[t], logits + noise[t], -np.inf).argmax(-1)
 
-        obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
-        # Death is no end: the agent's return goes on with its team's rewards, and its critic knows that it is dead.
+        obs, reward, termination, truncation, info = envs.step(rollout.action[t])
+        # Death is no end: a dead agent earns what the living do on average, and its critic knows that it is dead.
+        alive = rollout.agent_mask[t]
+        of_living = (reward * alive).sum(1, keepdims=True) / alive.sum(1, keepdims=True).clip(1)
+        rollout.reward[t] = np.where(alive, reward, of_living)
         rollout.done[t] = (termination | truncation)[:, None]
         memory = memory * ~rollout.done[t, ..., None]
         rollout.cut[t] = cut = truncation & ~termination & args.time_limit_bootstrap
@@ -440,19 +443,9 @@ def estimate(agent: Agent, rollout: Rollout, memories, next_obs: np.ndarray, nex
     if args.norm_adv:
         advantage = advantage - agent.mean(advantage, alive)
         advantage = advantage / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)
-    learned = (
-        action_mask,
-        alive,
-        action,
-        log_prob,
-        advantage,
-        return_,
-        value,
-        done,
-        memories[0][None],
-        memories[1][None],
-    )
-    return Batch(features, to_tensor(rollout.state), critic_features, *learned), (next_memory, next_critic_memory)
+    seen = features, to_tensor(rollout.state), critic_features, action_mask
+    learned = alive, action, log_prob, advantage, return_, value, done
+    return Batch(*seen, *learned, *(memory[None] for memory in memories)), (next_memory, next_critic_memory)
 
 
 def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,7 +69,7 @@ class Args:
     """actor processes; 0: collect and learn in turn in one process"""
     deterministic: bool = False
     """take one unroll from each actor in turn, and give all of them new parameters at the same time"""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """learning rate of Adam"""
     num_envs: int = 16
     """N, environments of each actor; N unrolls are a batch"""
@@ -78,7 +78,7 @@ class Args:
     remainder: Literal["keep", "drop", "last", "null_padding"] = "keep"
     """keep: unrolls go on across the ends of episodes; the others begin an unroll with each episode, and what is left
     at its end is dropped, filled up with its last steps before (last), or with empty steps (null_padding)"""
-    updates_per_collect: int = 1
+    updates_per_collect: int = 4
     """gradient steps for each batch that is collected"""
     replay_size: int = 0
     """unrolls (T steps of one environment) kept, from which batches are drawn; 0: learn from each batch as it comes"""
@@ -296,16 +296,22 @@ class Actors:
         resource_tracker.ensure_running()  # which unblocks signals
         signals = {signal.SIGINT, signal.SIGTERM}  # are for the learner: actors keep what is blocked when they start
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        for i in range(args.num_actors):
-            connection, theirs = context.Pipe()
-            arguments = (i, args, step, theirs, parameters_memory, slots_memory)
-            self.processes.append(context.Process(target=act, args=arguments, daemon=True))
-            self.connections.append(connection)
-            self.processes[i].start()
-            theirs.close()  # so that the pipe ends with the process
-            for k in range(1 if args.deterministic else SLOTS_PER_ACTOR):
-                send(connection, i * SLOTS_PER_ACTOR + k)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        try:
+            for i in range(args.num_actors):
+                connection, theirs = context.Pipe()
+                self.connections.append(connection)
+                arguments = (i, args, step, theirs, parameters_memory, slots_memory)
+                process = context.Process(target=act, args=arguments, daemon=True)
+                process.start()
+                self.processes.append(process)
+                theirs.close()  # so that the pipe ends with the process
+                for k in range(1 if args.deterministic else SLOTS_PER_ACTOR):
+                    send(connection, i * SLOTS_PER_ACTOR + k)
+        except BaseException:  # too many processes or files
+            self.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def receive(self, i: int) -> int:
         """The number of a slot that actor i has filled; RuntimeError if it failed or died."""
@@ -344,8 +350,9 @@ class Actors:
         """End the actors: closed pipes tell them; who is still busy after two seconds is killed."""
         for connection in self.connections:
             connection.close()
+        end = time.monotonic() + 2
         for process in self.processes:
-            process.join(2)
+            process.join(max(0, end - time.monotonic()))
             process.kill()
             process.join()
 
@@ -530,6 +537,8 @@ def main(args: Args) -> Path:
     ):
         while run.step + slot_steps <= args.total_timesteps:
             for actor, slot in actors.take(num_updates):
+                if run.step + slot_steps > args.total_timesteps:
+                    break  # --deterministic takes one from every actor
                 remaining = 1 - run.step / args.total_timesteps
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
                 run.step += slot_steps

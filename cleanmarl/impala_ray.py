@@ -17,6 +17,7 @@ Paper: Espeholt et al. 2018 (arXiv:1802.01561). Needs the package ray; every mac
 import importlib
 import os
 import signal
+import socket
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -71,13 +72,13 @@ class Args:
     """actors of each learner; each takes a CPU of the cluster"""
     deterministic: bool = False
     """take unrolls in the order in which they were asked for"""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """learning rate of Adam"""
     num_envs: int = 16
     """N, environments of each actor; N unrolls are the batch of a learner"""
     unroll_length: int = 20
     """T, steps of each environment in one unroll"""
-    updates_per_collect: int = 1
+    updates_per_collect: int = 4
     """gradient steps for each batch that is collected"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
@@ -252,6 +253,8 @@ class Actors:
             except self.ray.exceptions.RayTaskError:
                 raise  # it lives and says what is wrong
             except self.ray.exceptions.RayError as error:  # it died, or its machine, or the way there
+                if getattr(error, "actor_init_failed", False):
+                    raise  # no other one would begin, and it says why
                 self.replace(player, error)
                 continue
             self.calls[player.play.remote(self.parameters)] = player
@@ -358,8 +361,11 @@ def connect(args: Args, world_size: int):
     except ImportError as error:
         raise UsageError("impala_ray.py needs the package ray: python bootstrap.py ray, or pip install ray") from error
     try:
+        if args.address not in (None, "auto"):
+            host, _, port = args.address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
         ray.init(address=args.address or "local", include_dashboard=False if args.address is None else None)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"there is no Ray cluster at --address {args.address}; begin one: ray start --head") from error
     num_cpus = int(ray.cluster_resources().get("CPU", 0))
     learners = world_size if args.address else 1

@@ -633,7 +633,8 @@ def main(args: Args) -> Path:
             run.step += steps_per_update
             batch, state = estimate(agent, rollout, state, now[0], args)
             metrics = {}
-            if run.step > max(args.random_timesteps, args.learning_starts):
+            at_random = run.step - steps_per_update < args.random_timesteps  # the rollout began so
+            if not at_random and run.step > args.learning_starts:
                 metrics = update(agent, optimizer, batch, settings, args)
                 metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
             if agent.obs_stats is not None:  # only now: the update needs the statistics that the rollout acted with

@@ -1,5 +1,6 @@
 """Bad input: one line on stderr that says what to do, exit status 2, and nothing written."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,7 +13,6 @@ import torch
 from cleanmarl import ippo, ppo
 from cleanmarl.run import launch, load_checkpoint
 
-SCRIPTS = {"ppo": ppo, "ippo": ippo}
 FOLDER = Path(ppo.__file__).parent
 
 CONTINUOUS = """
@@ -46,8 +46,9 @@ def refused(tmp_path, monkeypatch, capfd):
         before = sorted(tmp_path.rglob("*"))
         monkeypatch.setattr(sys, "argv", [f"{script}.py", "--runs-dir", str(tmp_path / "runs"), *map(str, flags)])
         capfd.readouterr()
+        module = importlib.import_module(f"cleanmarl.{script}")
         with pytest.raises(SystemExit) as stopped:
-            launch(SCRIPTS[script].main, SCRIPTS[script].Args)
+            launch(module.main, module.Args)
         out, err = capfd.readouterr()
         assert stopped.value.code == 2 and not out
         assert err.startswith(f"{script}: ") and err.count("\n") == 1 and err.endswith("\n")
@@ -105,6 +106,62 @@ def refused(tmp_path, monkeypatch, capfd):
 )
 def test_refused(script, flags, text, refused):
     assert text in refused(script, *flags.split())
+
+
+@pytest.mark.parametrize(
+    "script, package, flags, text",
+    [
+        # actions of another kind
+        ("ppo_shared", "", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box(-2.0, 2.0"),
+        ("ppo_continuous_action", "", "--env-id CartPole-v1", "needs Box actions and CartPole-v1 has Discrete(2)"),
+        ("ppo_multidiscrete", "envpool", "--env-id Breakout-v5", "needs actions of several integers"),
+        ("ppo_multidiscrete", "envpool", "--env-id HalfCheetah-v4", "needs actions of several integers"),
+        ("ppo_multidiscrete_mask", "envpool", "--env-id Breakout-v5", "needs actions of several integers"),
+        # games of another kind
+        ("ppo_atari", "ale_py", "--env-id Pendulum-v1", "needs an Atari game, such as ALE/Breakout-v5"),
+        ("ppo_atari_lstm", "ale_py", "--env-id CartPole-v1", "needs an Atari game, such as ALE/Breakout-v5"),
+        ("ppo_atari_envpool", "envpool", "--env-id Pendulum-v1", "needs an Atari game, such as Breakout-v5"),
+        ("ppo_atari_multigpu", "envpool", "--env-id CartPole-v1", "needs an Atari game, such as Breakout-v5"),
+        ("ppo_procgen", "envpool", "--env-id Breakout-v5", "needs a Procgen game, such as StarpilotEasy-v0"),
+        ("ppo_selfplay", "envpool", "--env-id Pendulum-v1", "needs a zero-sum two-player game of perfect information"),
+        # no such game
+        ("ppo_shared", "", "--env-id CartPol-v1", "did you mean CartPole-v1"),
+        ("ppo_continuous_action", "", "--env-id HalfCheeta-v5", "did you mean HalfCheetah-v5"),
+        ("ppo_atari_lstm", "ale_py", "--env-id ALE/Brekout-v5", "did you mean ALE/Breakout-v5"),
+        ("ppo_atari_multigpu", "envpool", "--env-id Brekout-v5", "did you mean Breakout-v5"),
+        ("ppo_multidiscrete_mask", "envpool", "--env-id Cleane-v0", "did you mean Cleaner-v0"),
+        # sizes
+        ("ppo_atari_lstm", "", "--num-envs 6", "--num-envs 6 is not divisible by --num-minibatches 4: a minibatch is"),
+        ("ppo_procgen", "", "--num-minibatches 7", "num_envs * num_steps = 16384 is not divisible by"),
+        ("ppo_multidiscrete", "", "--num-envs 3 --num-steps 5", "num_envs * num_steps = 15 is not divisible by"),
+    ],
+)
+def test_refused_by_variants_of_ppo(script, package, flags, text, refused):
+    if package:
+        pytest.importorskip(package)
+    assert text in refused(script, *flags.split())
+
+
+@pytest.mark.parametrize(
+    "script, package, text",
+    [
+        ("ppo_continuous_action", "mujoco", "HalfCheetah-v5 needs a package that is missing"),
+        ("ppo_atari", "ale_py", "ALE/Breakout-v5 needs the package ale-py: python bootstrap.py atari"),
+        ("ppo_atari_lstm", "ale_py", "ALE/Breakout-v5 needs the package ale-py: python bootstrap.py atari"),
+        ("ppo_atari_envpool", "envpool", "Breakout-v5 needs a package that is missing"),
+        ("ppo_atari_multigpu", "envpool", "Breakout-v5 needs a package that is missing"),
+        ("ppo_procgen", "envpool", "StarpilotEasy-v0 needs a package that is missing"),
+        ("ppo_multidiscrete", "envpool", "Cleaner-v0 needs a package that is missing"),
+        ("ppo_multidiscrete_mask", "envpool", "Cleaner-v0 needs a package that is missing"),
+        ("ppo_selfplay", "envpool", "ConnectFour-v1 needs a package that is missing"),
+    ],
+)
+def test_missing_package_of_a_variant(script, package, text, refused, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or ".mujoco" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    line = refused(script)
+    assert text in line and ("pip install" in line or "bootstrap.py" in line)
 
 
 SIZES = ["num-envs", "num-steps", "num-minibatches", "update-epochs", "learning-rate", "torch-threads"]

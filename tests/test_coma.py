@@ -20,7 +20,7 @@ class Toy(MultiAgentVectorEnv):
     """Three agents with different spaces, episodes of 6 steps (terminated in even environments, truncated in odd ones).
 
     Agent 1 dies after its third step; the parity of the clock forbids agent 2's action 0 or 1. Observations are the
-    clock plus the agent's index, the state is the clock and its square. Everyone earns the clock, dead or alive.
+    clock plus the agent's index, the state is the clock and its square. The living earn the clock.
     """
 
     def __init__(self, num_envs):
@@ -48,7 +48,7 @@ class Toy(MultiAgentVectorEnv):
         legal = np.take_along_axis(before["action_mask"], action[..., None], -1)[..., 0]
         assert legal[before["agent_mask"]].all(), "an illegal action"
         self.clock += 1
-        reward = np.full((self.num_envs, 3), self.clock, np.float32)
+        reward = np.float32(self.clock * before["agent_mask"])
         ended = np.full(self.num_envs, self.clock == 6)
         odd = np.arange(self.num_envs) % 2 == 1
         self.statistics.add(reward)

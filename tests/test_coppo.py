@@ -19,7 +19,7 @@ class Toy(MultiAgentVectorEnv):
     """Three agents with different spaces, episodes of 6 steps (terminated in even environments, truncated in odd ones).
 
     Agent 1 dies after its third step; the parity of the clock forbids agent 2's action 0 or 1. Observations are the
-    clock plus the agent's index, the state is the clock and its square. Everyone earns the clock, dead or alive.
+    clock plus the agent's index, the state is the clock and its square. The living earn the clock.
     """
 
     def __init__(self, num_envs):
@@ -47,7 +47,7 @@ class Toy(MultiAgentVectorEnv):
         legal = np.take_along_axis(before["action_mask"], action[..., None], -1)[..., 0]
         assert legal[before["agent_mask"]].all(), "an illegal action"
         self.clock += 1
-        reward = np.full((self.num_envs, 3), self.clock, np.float32)
+        reward = np.float32(self.clock * before["agent_mask"])
         ended = np.full(self.num_envs, self.clock == 6)
         odd = np.arange(self.num_envs) % 2 == 1
         self.statistics.add(reward)
@@ -318,6 +318,13 @@ def test_first_ratio_is_one(env_id, epsilon, advantage, shared, toy):
     log_probs = agent.logits(minibatch.features, minibatch.action_mask).log_softmax(-1)
     ratio = (log_probs.gather(-1, minibatch.action[..., None]).squeeze(-1) - minibatch.log_prob).exp()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+
+
+def test_a_dead_agent_earns_what_the_living_do(toy):
+    args = coppo.Args(env_id=toy, **SMALL, time_limit_bootstrap=False)
+    _, rollout, _, _ = collected(args)
+    assert not rollout.agent_mask[..., 1].all() and (rollout.reward[..., 1] > 0).all()
+    assert (rollout.reward[..., 1] == rollout.reward[..., 0]).all()
 
 
 def test_exploration_is_part_of_the_policy():

@@ -17,7 +17,20 @@ def needs(package: str):
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 
 
-# id, environments, steps of each, options, whether the starts are random (and so differ between environments)
+@pytest.fixture(scope="module", autouse=True)
+def agent_by_agent(tmp_path_factory):
+    """`pz/aec_only/knights`: a module with PettingZoo's agent-by-agent environment and no parallel one."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "aec_only").mkdir()
+    (folder / "aec_only" / "knights.py").write_text("from pettingzoo.butterfly.knights_archers_zombies_v11 import env")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
+
+
+# id, environments, steps of each, options, whether the starts are random (and so differ between environments); of every
+# family at least one play of 5,000 steps over the batch
+KNIGHTS = {"num_workers": 1, "spawn_delay": 5, "line_death": True, "max_cycles": 60}
 PLAYS = [
     pytest.param("mpe/simple_spread_v3", 8, 700, {}, True),
     pytest.param("mpe/simple_world_comm_v3", 4, 300, {"max_cycles": 7}, True),
@@ -29,16 +42,20 @@ PLAYS = [
     pytest.param("jumanji/Connector-v2", 8, 400, {}, False),
     pytest.param("jumanji/Cleaner-v0", 8, 700, {}, True),
     pytest.param("pgx/ConnectFour-v1", 2, 150, {}, True),  # who begins is random: two starts
-    pytest.param("pgx/KuhnPoker-v1", 4, 150, {}, True),
+    pytest.param("pgx/KuhnPoker-v1", 4, 1250, {}, True),
     pytest.param("pgx/Backgammon-v1", 2, 400, {}, True),
-    pytest.param("lbf/Foraging-8x8-2p-2f-coop-v3", 4, 500, {"num_workers": 0}, True, marks=needs("lbforaging")),
+    pytest.param("lbf/Foraging-8x8-2p-2f-coop-v3", 4, 1250, {"num_workers": 0}, True, marks=needs("lbforaging")),
     pytest.param("lbf/Foraging-2s-10x10-3p-3f-v3", 4, 300, {"num_workers": 2}, True, marks=needs("lbforaging")),
     pytest.param("lbf/Foraging-15x15-4p-5f-v3", 2, 200, {"num_workers": 0}, True, marks=needs("lbforaging")),
-    pytest.param("rware/rware-tiny-2ag-v2", 2, 250, {"num_workers": 0, "max_steps": 60}, True, marks=needs("rware")),
-    pytest.param("smaclite/3m", 2, 90, {"num_workers": 0, "max_steps": 20}, False, marks=needs("smaclite")),
-    pytest.param("smaclite/2s3z", 2, 90, {"num_workers": 2}, False, marks=needs("smaclite")),
-    pytest.param("smax/3m", 4, 500, {"max_steps": 16}, True, marks=needs("jaxmarl")),
+    pytest.param("rware/rware-tiny-2ag-v2", 4, 1250, {"num_workers": 2, "max_steps": 60}, True, marks=needs("rware")),
+    pytest.param("smaclite/3m", 4, 1250, {"num_workers": 2, "max_steps": 20}, False, marks=needs("smaclite")),
+    pytest.param("smaclite/2s3z", 2, 90, {"num_workers": 0}, False, marks=needs("smaclite")),
+    pytest.param("smax/3m", 4, 1250, {"max_steps": 16}, True, marks=needs("jaxmarl")),
+    pytest.param("pz/mpe2/simple_spread_v3", 4, 1250, {"num_workers": 2}, True),
     pytest.param("pz/mpe2/simple_tag_v3", 4, 150, {"num_workers": 0}, True),
+    pytest.param("pz/mpe2/simple_speaker_listener_v4", 2, 60, {"num_workers": 0, "continuous_actions": True}, True),
+    pytest.param("pz/aec_only/knights", 2, 200, KNIGHTS, False, marks=needs("pymunk")),  # agents die one by one
+    pytest.param("pz/sisl/multiwalker_v9", 2, 150, {"num_workers": 2}, True, marks=needs("Box2D")),
     pytest.param("pz/sisl/pursuit_v5", 2, 40, {"num_workers": 0, "max_cycles": 15}, True, marks=needs("scipy")),
 ]
 
@@ -59,8 +76,9 @@ def play(env_id: str, num_envs: int, steps: int, seed: int = 3, **options):
 
 
 def test_every_family_is_played():
-    families = {"mpe", "matrix", "jumanji", "pgx", "lbf", "rware", "pz"}
-    assert {param.values[0].partition("/")[0] for param in PLAYS} >= families
+    plays = [param.values[:3] for param in PLAYS]
+    longest = {family: max(N * steps for id_, N, steps in plays if id_.startswith(f"{family}/")) for family in FAMILIES}
+    assert min(longest.values()) >= 5000, longest
 
 
 @pytest.mark.parametrize("env_id, N, steps, options, random_starts", PLAYS)
@@ -84,7 +102,7 @@ def test_contract(env_id, N, steps, options, random_starts):
     if random_starts:
         starts = [tuple(row) for row in info["state"].reshape(N, -1).tolist()]
         assert len(set(starts)) == N
-    returns, lengths, ends = np.zeros((N, A)), np.zeros(N, int), 0
+    returns, lengths, ends, time_limits = np.zeros((N, A)), np.zeros(N, int), 0, set()
     alive = info["agent_mask"]
     assert alive.shape == (N, A) and alive.dtype == bool and alive.all()
     for action, obs, reward, termination, truncation, info in record[1:]:
@@ -105,10 +123,14 @@ def test_contract(env_id, N, steps, options, random_starts):
             check_seen(info["final_obs"], info["final_state"], info["final_action_mask"], done)
             np.testing.assert_array_equal(info["episode"]["l"], lengths * done)
             np.testing.assert_allclose(info["episode"]["r"], returns * done[:, None], rtol=1e-12, atol=1e-12)
+            for key in ("final_obs", "final_state", "final_action_mask"):  # of those who ended, and of nobody else
+                assert not info[key][~done].any() and info[key][done].reshape(done.sum(), -1).any(-1).all()
+            time_limits |= {*lengths[truncation].tolist()}
             assert (info["episode"]["t"] >= 0).all() and (info["episode"]["t"][done] > 0).all()
             assert alive[done].all()  # the next episode has begun
             returns[done], lengths[done], ends = 0, 0, ends + done.sum()
     assert ends >= N, "too short a play to say something about ends"
+    assert len(time_limits) <= 1, "a step that only begins an episode would make the later ones longer"
     envs.close()
 
 
@@ -142,6 +164,10 @@ def test_wrong_actions(env_id, N, steps, options, random_starts):
     wrong[1, -1] = np.nan
     if envs.continuous:
         bad_values = [(wrong, who)]
+        for value in (-1.25, 1.25, np.inf):  # out of the bounds of all that are played
+            wrong = good.copy()
+            wrong[1, -1, 1] = value
+            bad_values.append((wrong, f"{who}.*{value}"))
         bad.append(good.astype(np.int64))
     else:
         bad.append(good.astype(np.float32))

@@ -1,9 +1,9 @@
 """impala_ray.py on a Ray cluster of two nodes, one of which is killed; its loss; two learners that average."""
 
 import os
+import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -53,11 +53,15 @@ def cluster():
     pytest.importorskip("ray", reason="ray is not installed: python bootstrap.py ray")
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    yield cluster
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+        )  # actors import this file
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        yield cluster
+        cluster.shutdown()
 
 
 def played(args):
@@ -139,41 +143,73 @@ def test_the_log_probs_are_those_of_the_version_that_acted(cluster):
     assert len(nodes) == 2 and max(versions) > 20
 
 
+def start(tmp_path, **flags):
+    """A run in a session of its own, as a terminal starts it, without an end."""
+    flags = SMALL | {"checkpoint_interval": 640, "total_timesteps": 10**6, "runs_dir": tmp_path} | flags
+    flags = [str(x) for key, value in flags.items() for x in (f"--{key.replace('_', '-')}", value)]
+    command = [sys.executable, impala_ray.__file__, *flags]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
 def test_a_killed_node_is_replaced(cluster, tmp_path):
     """Its actor comes back on a node that joins; the run goes on, resumes, and can be played."""
     node = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
-    flags = SMALL | {"num_actors": 3, "address": cluster.address, "checkpoint_interval": 640}
-    flags |= {"total_timesteps": 10**8, "runs_dir": str(tmp_path)}
-    failures = []
-
-    def kill_one_node():
-        try:
-            wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
-            cluster.remove_node(node, allow_graceful=False)
-            cluster.add_node(num_cpus=1)
-            (folder,) = tmp_path.iterdir()
-            wait_for(lambda: learned(folder)["time/replaced_actors"][-1][1] >= 1)
-            before = load_checkpoint(folder)["step"]
-            wait_for(lambda: load_checkpoint(folder)["step"] > before + 10 * 64)
-        except BaseException as error:
-            failures.append(error)
-        os.kill(os.getpid(), 2)  # Ctrl-C
-
-    helper = threading.Thread(target=kill_one_node)
-    helper.start()
-    with pytest.raises(SystemExit) as stopped:
-        impala_ray.main(impala_ray.Args(**flags))
-    helper.join()
-    assert not failures and stopped.value.code == 130
-    (folder,) = tmp_path.iterdir()
+    process = start(tmp_path, num_actors=3, address=cluster.address)
+    try:
+        wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+        (folder,) = tmp_path.iterdir()
+        wait_for(lambda: learned(folder).get("time/replaced_actors", [(0, 0)])[-1][1] >= 1)
+        before = load_checkpoint(folder)["step"]
+        wait_for(lambda: load_checkpoint(folder)["step"] > before + 10 * 64)
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     step = load_checkpoint(folder)["step"]
-    impala_ray.main(impala_ray.Args(**flags | {"total_timesteps": step + 128, "resume": folder}))
+    assert process.returncode == 130 and f"stopped at step {step:,}" in out
+    flags = SMALL | {"num_actors": 3, "address": cluster.address, "total_timesteps": step + 128, "resume": folder}
+    impala_ray.main(impala_ray.Args(**flags, runs_dir=str(tmp_path)))
     assert load_checkpoint(folder)["step"] == step + 128
     assert enjoy.main(enjoy.Args(folder, episodes=1))["eval/ep_length"] > 0
 
 
-def wait_for(condition, seconds: float = 120):
+def of_session(session: int) -> list[int]:
+    """The processes of a session that live."""
+    found = []
+    for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
+        try:
+            state, _, _, sid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [pid] * (int(sid) == session and state != "Z")
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_stopped_leaves_nothing_of_the_ray_it_started(signum, tmp_path):
+    pytest.importorskip("ray")
+    before = set(Path("/dev/shm").iterdir())
+    process = start(tmp_path, num_actors=1)
+    try:
+        wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")) or process.poll() is not None)
+        assert len(of_session(process.pid)) > 3  # Ray's own processes and the actor
+        os.kill(process.pid, signum)
+        process.wait(60)
+        assert process.returncode == (130 if signum == signal.SIGINT else -signum)
+        wait_for(lambda: not of_session(process.pid), 60)
+        wait_for(lambda: set(Path("/dev/shm").iterdir()) <= before, 60)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition, seconds: float = 240):
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
@@ -188,8 +224,8 @@ def test_deterministic_runs_repeat(cluster, tmp_path):
         for tag in ("time/SPS", "time/learner_wait"):
             del points[tag]
     assert one == same and len(one["train/policy_loss"]) == 10
-    # two actors with two calls each: the first four unrolls are by the first version, the others three updates old
-    assert [lag for _, lag in one["train/policy_lag"]] == [0, 1, 2, 3] + [3] * 6
+    # two actors with two calls each: an unroll is asked for when the fourth one before it is taken
+    assert [lag for _, lag in one["train/policy_lag"]] == [0, 1, 2, 3] + [4] * 6
 
 
 def test_an_environment_that_raises_ends_the_run_and_deaths_in_a_row_too(cluster, tmp_path, monkeypatch):
@@ -198,6 +234,9 @@ def test_an_environment_that_raises_ends_the_run_and_deaths_in_a_row_too(cluster
 
     with pytest.raises(ray.exceptions.RayTaskError, match="the environment is broken"):
         impala_ray.main(impala_ray.Args(**flags | {"env_id": "test_impala_ray:Broken-v0"}))
+    gym.register("Here-v0", Broken)  # and not where the actors are
+    with pytest.raises(ray.exceptions.ActorDiedError, match="unknown environment 'Here-v0'"):
+        impala_ray.main(impala_ray.Args(**flags | {"env_id": "Here-v0"}))
     monkeypatch.setattr(impala_ray, "MOST_DEATHS", 1)
     with pytest.raises(RuntimeError, match="1 actors in a row died before they played"):
         impala_ray.main(impala_ray.Args(**flags | {"env_id": "test_impala_ray:Deadly-v0"}))
@@ -216,7 +255,7 @@ def test_two_learners_with_torchrun(cluster, tmp_path):
     assert checkpoint["step"] == 1280 and checkpoint["modules"]["optimizer"]["state"][0]["step"] == 10  # 128 steps each
 
 
-def test_refused(cluster, tmp_path, monkeypatch):
+def test_refused(cluster, tmp_path):
     def refused(**flags):
         with pytest.raises(UsageError) as error:
             impala_ray.main(impala_ray.Args(**SMALL | flags, runs_dir=str(tmp_path / "runs")))
@@ -224,7 +263,8 @@ def test_refused(cluster, tmp_path, monkeypatch):
         return str(error.value)
 
     assert "--num-actors 99 of each of 1 learners" in refused(num_actors=99, address=cluster.address)
-    monkeypatch.setenv("RAY_GCS_RPC_TIMEOUT_S", "1")
+    for address in ("127.0.0.1:1", "nonsense"):
+        assert f"there is no Ray cluster at --address {address}; begin one" in refused(address=address)
     assert "--num-actors must be greater than 0" in refused(num_actors=0)
     assert "--rho-clip 0.5 must be at least" in refused(rho_clip=0.5)
 

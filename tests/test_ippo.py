@@ -380,7 +380,7 @@ def test_warm_up_acts_at_random_and_does_not_learn(toy, tmp_path):
         assert (counts > 0.5 * counts.sum() / actions * (2 / 3 if legal < actions else 1)).all()
     trained = {}
     for name, changes in {
-        "warm-up": {"random_timesteps": 400},
+        "warm-up": {"random_timesteps": 204},  # the second rollout begins at random, too
         "late": {"learning_starts": 400},
         "neither": {},
     }.items():

@@ -517,7 +517,7 @@ def test_a_policy_starts_afresh_with_another_number_of_environments():
     np.testing.assert_array_equal(alone, first[:1])
 
 
-def test_warm_up_acts_at_random_but_remembers(toy):
+def test_warm_up_acts_at_random_and_remembers_but_does_not_learn(toy, tmp_path):
     args = Args(env_id=toy, **SMALL, random_timesteps=160)
     agent, (rollout, first), (_, second) = collected(args, scale=1e4, rollouts=2)
     for a, actions in enumerate([2, 4]):
@@ -525,6 +525,8 @@ def test_warm_up_acts_at_random_but_remembers(toy):
         assert (counts > 0.6 * counts.sum() / actions).all()
     assert second.state.any()
     torch.testing.assert_close(ratio(agent, first)[first.alive > 0], torch.ones(int(first.alive.sum())))
+    args = Args(env_id=toy, **SMALL, random_timesteps=164, runs_dir=str(tmp_path))  # the second rollout begins so
+    assert not load_checkpoint(ippo_lstm.main(args))["modules"]["optimizer"]["state"]
 
 
 @pytest.mark.parametrize("shared", [False, True])

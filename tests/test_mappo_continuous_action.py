@@ -23,7 +23,7 @@ SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "update_epochs"
 class Toy(MultiAgentVectorEnv):
     """Three agents with 2, 3, 1 components of actions, in [-2, 4], [0, 1] and unbounded; episodes of 6 steps.
 
-    Terminated in even environments, truncated in odd ones; agent 1 dies after its third step. Everyone earns the clock.
+    Terminated in even environments, truncated in odd ones; agent 1 dies after step 3; the living earn the clock.
     """
 
     def __init__(self, num_envs):
@@ -48,8 +48,9 @@ class Toy(MultiAgentVectorEnv):
 
     def step(self, action):
         self.actions.append(action)
+        alive = np.array([True, self.clock < 3, True])
         self.clock += 1
-        reward = np.full((self.num_envs, 3), self.clock, np.float32)
+        reward = np.tile(np.float32(self.clock * alive), (self.num_envs, 1))
         ended, odd = np.full(self.num_envs, self.clock == 6), np.arange(self.num_envs) % 2 == 1
         self.statistics.add(reward)
         final, final_info = self._look()
@@ -185,6 +186,13 @@ def test_the_policy_that_plays_is_the_policy_that_learns(shared, toy):
     sampled = mappo_continuous_action.make_policy(agent, greedy=False)(obs, {}, None)[:, 2, 0]  # unbounded: not clipped
     std = agent.actor.log_std.exp()[-1, 0].item()
     assert (sampled - mean[:, 2, 0]).std() == pytest.approx(std, rel=0.2)
+
+
+def test_a_dead_agent_earns_what_the_living_do(toy):
+    args = Args(env_id=toy, **SMALL, time_limit_bootstrap=False)
+    _, _, rollout, _ = collected(args)
+    assert not rollout.agent_mask[..., 1].all() and (rollout.reward[..., 1] > 0).all()
+    assert (rollout.reward[..., 1] == rollout.reward[..., 0]).all()
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -31,7 +31,7 @@ class Toy(MultiAgentVectorEnv):
     """Three agents with different spaces; episodes of 5, 6, 7, ... steps in environments 0, 1, 2, ...
 
     Odd environments truncate, even ones terminate. Agent 1 dies after its third step; the parity of the clock forbids
-    agent 2's action 0 or 1. Observations and the state are random. Everyone earns the clock, dead or alive.
+    agent 2's action 0 or 1. Observations and the state are random. The living earn the clock.
     """
 
     def __init__(self, num_envs):
@@ -60,7 +60,7 @@ class Toy(MultiAgentVectorEnv):
         legal = np.take_along_axis(before["action_mask"], action[..., None], -1)[..., 0]
         assert legal[before["agent_mask"]].all(), "an illegal action"
         self.clock += 1
-        reward = np.tile(self.clock[:, None], 3).astype(np.float32)
+        reward = np.float32(self.clock[:, None] * before["agent_mask"])
         ended, odd = self.clock == self.length, np.arange(self.num_envs) % 2 == 1
         self.statistics.add(reward)
         final, final_info = self._look()
@@ -299,6 +299,13 @@ def test_an_update_of_the_statistics_moves_no_value(toy):
         untouched = make_agent(args, mappo_lstm.make_envs(args, 4))
         before, _, _ = untouched.run(untouched.critic, batch.critic_features, batch.critic_memory[0], batch.done)
         torch.testing.assert_close(agent.denormalize(batch.value), before.squeeze(-1), atol=1e-3, rtol=1e-3)
+
+
+def test_a_dead_agent_earns_what_the_living_do(toy):
+    args = Args(env_id=toy, **SMALL)
+    _, (rollout, _) = collected(args)
+    assert not rollout.agent_mask[..., 1].all() and (rollout.reward[..., 1] > 0).all()
+    assert (rollout.reward[..., 1] == rollout.reward[..., 0]).all()
 
 
 @pytest.mark.parametrize("shared", [True, False])

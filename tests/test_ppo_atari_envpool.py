@@ -1,7 +1,9 @@
 """ppo_atari_envpool.py and its environments: resets in the same step, scores, lives, options, agreement with ALE."""
 
 import dataclasses
+import importlib.util
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from cleanmarl.envs.pool import EnvPool, envpool_spec
 from cleanmarl.run import UsageError, evaluate, load_checkpoint
 
 envpool = pytest.importorskip("envpool")
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"total_timesteps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 SMALL |= {"eval_episodes": 0}
 LIVES = {"episodic_life": True, "reward_clip": True}
@@ -42,6 +45,25 @@ def collect(args, envs, agent):
     quiet = Quiet()
     obs = ppo_atari_envpool.collect(agent, envs, envs.reset(seed=1)[0], rollout, args, quiet)
     return rollout, obs, quiet
+
+
+def test_steps_that_reset_change_no_other_advantage_and_cleanrls_scores_hold_points_of_games_cut_short():
+    """What benchmark/envpool_puzzle.py shows."""
+    spec = importlib.util.spec_from_file_location("envpool_puzzle", ROOT / "benchmark" / "envpool_puzzle.py")
+    envpool_puzzle = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(envpool_puzzle)
+    played = envpool_puzzle.play(envpool_puzzle.Args(num_envs=3, num_steps=600, max_episode_steps=190))
+    assert 0.01 < played["resets"].mean() < 0.05 and played["truncation"].any()
+    assert envpool_puzzle.change_of_advantages(played)[0] < 1e-6
+    num_scores, num_games, points = 0, 0, 0
+    for n in range(3):
+        one = {name: x[:, n : n + 1] for name, x in played.items()}
+        (ends,) = np.nonzero((one["done"] & (one["lives"] == 0))[:, 0])
+        until_last = {name: x[: ends[-1] + 1] for name, x in one.items()}
+        logged, true = envpool_puzzle.cleanrl_scores(until_last), envpool_puzzle.true_scores(until_last)
+        assert sum(logged) == sum(true) == until_last["score"].sum()
+        num_scores, num_games, points = num_scores + len(logged), num_games + len(true), points + sum(logged)
+    assert 3 <= num_scores < num_games and points > 0
 
 
 @pytest.mark.parametrize("game, options", [("Breakout-v5", LIVES), ("Pong-v5", {"max_episode_steps": 60, **LIVES})])
@@ -102,6 +124,22 @@ def test_a_time_limit_ends_the_game():
         assert truncation.all() == (t % 15 == 0) and not termination.any()
         assert ("_episode" in info) == (t % 15 == 0)
     assert info["episode"]["l"].tolist() == [15, 15]
+
+
+def test_a_game_cut_short_is_logged_with_its_own_score():
+    """With lives left, too; CleanRL's statistics leave it out and add its points to the next game's."""
+    envs, quiet, rng = EnvPool("Breakout-v5", 4, max_episode_steps=60, **LIVES), Quiet(), np.random.default_rng(0)
+    envs.reset(seed=1)
+    points, expected = np.zeros(4), []  # Breakout's first bricks are worth 1, which no clipping changes
+    for _ in range(180):
+        _, reward, termination, truncation, info = envs.step(rng.integers(4, size=4))
+        points += reward
+        if "_episode" in info:
+            assert (info["_episode"] == truncation).all() and not (truncation & termination).any()
+            quiet.log_episodes(info)
+            expected += points[truncation].tolist()
+            points[truncation] = 0
+    assert quiet.returns == expected and quiet.lengths == [60] * 12 and max(expected) > 0
 
 
 # proves atari-1

@@ -443,9 +443,15 @@ def test_illegal_actions(toy):
     action = np.zeros((2, 2, 5), np.float32)
     action[0, 0, 4] = np.nan  # an action that the speaker does not have
     envs.step(action)
-    action[1, 1, 2] = np.nan
-    with pytest.raises(EnvError, match=r"environment 1, agent listener_0: action .*nan.* is not finite"):
-        envs.step(action)
+    for value in (np.nan, -0.5, 1.001):
+        action[1, 1, 2] = value
+        text = rf"environment 1, agent listener_0: action .*{value}.* out of bounds: number 2 must be from 0.0 to 1.0"
+        with pytest.raises(EnvError, match=text):
+            envs.step(action)
+    action[1, 1, 2] = np.nextafter(np.float32(1), np.float32(2))  # a rounding is forgiven
+    envs.step(action)
+    with pytest.raises(EnvError, match="actions must be floats of shape"):
+        envs.step(np.zeros((2, 2, 5), np.int64))
 
     envs = make(toy, 1, num_workers=0)
     envs.reset()

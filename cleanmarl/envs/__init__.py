@@ -138,8 +138,8 @@ def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
     id too, which is how a command line gives them: `mpe/simple_spread_v3?N=5&local_ratio=0`.
     Raises EnvError with one line for an unknown id (naming near ones), a missing package, or an option nobody knows.
     """
-    env_id, _, query = env_id.partition("?")
-    options = {key: _literal(value) for key, value in urllib.parse.parse_qsl(query)} | options
+    env_id, in_id = split_options(env_id)
+    options = in_id | options
     family, _, name = env_id.partition("/")
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
@@ -150,6 +150,12 @@ def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
             f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?"
         )
     return importlib.import_module(f"cleanmarl.envs.{family}").make(name, num_envs, **options)
+
+
+def split_options(env_id: str) -> tuple[str, dict[str, Any]]:
+    """ "mpe/simple_spread_v3?N=5" -> "mpe/simple_spread_v3", {"N": 5}."""
+    env_id, _, query = env_id.partition("?")
+    return env_id, {key: _literal(value) for key, value in urllib.parse.parse_qsl(query)}
 
 
 def _literal(text: str) -> Any:

@@ -5,7 +5,9 @@ state; where agents differ, each of their sizes. `masks` says whether some actio
 large families the list of all families has the ids that papers report. Ids that cannot be built say why.
 
 `bench` plays random legal actions and prints environment steps per second, resets included and sampling excluded:
-of N environments, and of the original package stepped directly, one environment in one process.
+of N environments, and of the original package stepped directly, one environment in one process. What runs in this
+process is measured in seconds of its CPU time, so that a busy machine does not matter; worker processes, of which there
+are several, in those of the clock. Options stand in the id: `?num_workers=0` does without worker processes.
 """
 
 import argparse
@@ -15,13 +17,14 @@ import inspect
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from cleanmarl.envs import FAMILIES, EnvError, MultiAgentVectorEnv, make
+from cleanmarl.envs import FAMILIES, EnvError, MultiAgentVectorEnv, make, split_options
 
 BACKENDS = {"mpe": "NumPy", "matrix": "NumPy", "jumanji": "envpool", "pgx": "envpool", "smax": "JAX"}  # else workers
+Clock = Callable[[], float]
 ROW = "{:<44} {:>6}  {:<20} {:<16} {:>6}  {:<5}  {}"
 
 
@@ -82,16 +85,20 @@ def each_size(sizes: np.ndarray) -> str:
 
 def bench(env_id: str, seconds: float = 1.0) -> None:
     """Print steps per second of `env_id` for several N, each measured for `seconds` of stepping."""
-    family, _, name = env_id.partition("/")
     make(env_id).close()  # for its errors
-    steps = original(family, name)
+    plain_id, options = split_options(env_id)
+    family, _, name = plain_id.partition("/")
+    in_process = BACKENDS.get(family, "workers") != "workers" or options.get("num_workers") == 0
+    options.pop("num_workers", None)
+    clock = time.process_time if in_process else time.perf_counter
+    steps = original(family, name, clock, **options)
     alone = steps_per_second(steps, 1, seconds) if steps else None
-    sizes = (1, 8, 64) if BACKENDS.get(family, "workers") == "workers" else (1, 8, 64, 256, 1024)
-    print(f"{env_id}, environment steps per second")
+    sizes = (1, 8, 64, 256, 1024) if family in BACKENDS else (1, 8, 64)
+    print(f"{env_id}, environment steps per {'CPU-second' if in_process else 'second'}")
     print(f"{'original':>8} {alone:>12,.0f}" if alone else "there is no original package to compare with")
     for num_envs in sizes:
         envs = make(env_id, num_envs)
-        rate = steps_per_second(our_steps(envs), num_envs, seconds)
+        rate = steps_per_second(our_steps(envs, clock), num_envs, seconds)
         print(f"{'N = ' + str(num_envs):>8} {rate:>12,.0f}" + (f" {rate / alone:>8.1f}x" if alone else ""), flush=True)
         envs.close()
 
@@ -106,38 +113,38 @@ def steps_per_second(steps: Iterator[float], num_envs: int, seconds: float) -> f
     return num_envs * count / spent
 
 
-def our_steps(envs: MultiAgentVectorEnv) -> Iterator[float]:
+def our_steps(envs: MultiAgentVectorEnv, clock: Clock) -> Iterator[float]:
     rng = np.random.default_rng(1)
     info = envs.reset(seed=1)[1]
     while True:
         mask = info["action_mask"]
         action = rng.random(mask.shape, np.float32) * mask
         action = action if envs.continuous else action.argmax(axis=-1)
-        start = time.perf_counter()
+        start = clock()
         info = envs.step(action)[-1]
-        yield time.perf_counter() - start
+        yield clock() - start
 
 
-def original(family: str, name: str) -> Iterator[float] | None:
+def original(family: str, name: str, clock: Clock = time.perf_counter, **options) -> Iterator[float] | None:
     """Steps of one environment of the package itself; None where there is none."""
     module = importlib.import_module(f"cleanmarl.envs.{family}")
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         if family == "mpe":
-            return parallel_steps(importlib.import_module(f"mpe2.{name}").parallel_env())
+            return parallel_steps(importlib.import_module(f"mpe2.{name}").parallel_env(**options), clock)
     if family == "pz":
-        return parallel_steps(module.build(name, {}))
+        return parallel_steps(module.build(name, options), clock)
     if family in ("lbf", "rware"):
-        return tuple_steps(module.parallel_env(name).env)
+        return tuple_steps(module.parallel_env(name, **options).env, clock)
     if family == "smaclite":
-        return battle_steps(module.parallel_env(name).env)
+        return battle_steps(module.parallel_env(name, **options).env, clock)
     if family == "smax":
-        return jax_steps(module.Game(name).env)
-    if family == "jumanji":
-        return envpool_steps(name)
+        return jax_steps(module.Game(name, **options).env, clock)
+    if family in ("jumanji", "pgx"):
+        return envpool_steps(name, clock)
     return None
 
 
-def parallel_steps(env) -> Iterator[float]:
+def parallel_steps(env, clock: Clock) -> Iterator[float]:
     """A PettingZoo parallel environment."""
     obs, _ = env.reset(seed=1)
     while True:
@@ -145,40 +152,40 @@ def parallel_steps(env) -> Iterator[float]:
         for agent in env.agents:
             seen, space = obs[agent], env.action_space(agent)
             action[agent] = space.sample(seen["action_mask"]) if isinstance(seen, dict) else space.sample()
-        start = time.perf_counter()
+        start = clock()
         obs = env.step(action)[0]
         if not env.agents:
             obs, _ = env.reset()
-        yield time.perf_counter() - start
+        yield clock() - start
 
 
-def tuple_steps(env) -> Iterator[float]:
+def tuple_steps(env, clock: Clock) -> Iterator[float]:
     """A Gymnasium environment with a tuple of action spaces."""
     env.reset(seed=1)
     while True:
         action = env.action_space.sample()
-        start = time.perf_counter()
+        start = clock()
         done = env.step(action)[2]
         if done:
             env.reset()
-        yield time.perf_counter() - start
+        yield clock() - start
 
 
-def battle_steps(env) -> Iterator[float]:
+def battle_steps(env, clock: Clock) -> Iterator[float]:
     """SMAClite."""
     rng = np.random.default_rng(1)
     env.reset(seed=1)
     while True:
         mask = np.stack(env.get_avail_actions())
         action = (rng.random(mask.shape) * mask).argmax(axis=-1).tolist()
-        start = time.perf_counter()
+        start = clock()
         done = env.step(action)[2]
         if done:
             env.reset()
-        yield time.perf_counter() - start
+        yield clock() - start
 
 
-def jax_steps(env) -> Iterator[float]:
+def jax_steps(env, clock: Clock) -> Iterator[float]:
     """JaxMARL, which resets by itself; compiled, but for one environment."""
     import jax
 
@@ -188,22 +195,24 @@ def jax_steps(env) -> Iterator[float]:
     while True:
         masks = {agent: np.asarray(mask) for agent, mask in legal(state).items()}
         action = {agent: (rng.random(mask.shape) * mask).argmax() for agent, mask in masks.items()}
-        start = time.perf_counter()
+        start = clock()
         key, now = jax.random.split(key)
         _, state, *_ = jax.block_until_ready(step(now, state, action))
-        yield time.perf_counter() - start
+        yield clock() - start
 
 
-def envpool_steps(name: str) -> Iterator[float]:
+def envpool_steps(name: str, clock: Clock) -> Iterator[float]:
+    """Jumanji shows its mask in the observation, Pgx in info, and takes the action of the player who is to move."""
     import envpool
 
     pool, rng = envpool.make(name, "gymnasium", num_envs=1, num_threads=1, seed=1), np.random.default_rng(1)
-    mask = pool.reset()[0]["action_mask"]
+    obs, info = pool.reset()
     while True:
+        mask = info["legal_action_mask"] if "legal_action_mask" in info else obs["action_mask"]
         action = (rng.random(mask.shape) * mask).argmax(axis=-1).astype(np.int32)
-        start = time.perf_counter()
-        mask = pool.step(action)[0]["action_mask"]
-        yield time.perf_counter() - start
+        start = clock()
+        obs, *_, info = pool.step(action)
+        yield clock() - start
 
 
 def main() -> None:

@@ -235,7 +235,10 @@ class ParticleEnv(MultiAgentVectorEnv):
         return obs, self._info(state)
 
     def step(self, action: np.ndarray):
-        """Advance every environment; action (N, A) integers, or (N, A, K) floats, which are clipped to [0, 1]."""
+        """Advance every environment; action (N, A) integers, or (N, A, K) floats from 0 to 1.
+
+        Raises EnvError for any other, before anything moves.
+        """
         if self.stats is None:
             raise EnvError(f"mpe/{self.name}: call reset() before step()")
         force = self._act(np.asarray(action))
@@ -305,9 +308,9 @@ class ParticleEnv(MultiAgentVectorEnv):
                 self.word.take(number[self.speakers] + self.word_start, out=self.said)
             return self.push.take(number + self.push_start)
 
-        if action.dtype.kind != "f" or action.shape != self.action_mask.shape or np.isnan(action).any():
+        if action.dtype.kind != "f" or action.shape != self.action_mask.shape or self._outside(action).any():
             self._reject(action)
-        action = action.clip(0, 1).transpose(1, 2, 0)  # (A, K, N)
+        action = np.where(self.real_actions, action, 0).transpose(1, 2, 0)  # (A, K, N)
         for k, (i, start) in enumerate(zip(self.speakers, self.first_word, strict=True)):
             self.said[k] = action[i, start : start + self.said.shape[1]]
         force = np.zeros(self.vxy.shape)
@@ -333,6 +336,10 @@ class ParticleEnv(MultiAgentVectorEnv):
             speed = np.sqrt(np.square(self.vxy[:, 0]) + np.square(self.vxy[:, 1]))
             self.vxy /= np.maximum(1, speed / self.max_speed)[:, None]
 
+    def _outside(self, action: np.ndarray) -> np.ndarray:
+        """(N, A, K): which numbers are not from 0 to 1, or no numbers at all; what is padding may be anything."""
+        return ~((action >= 0) & (action <= 1)) & self.real_actions
+
     def _reject(self, action: np.ndarray) -> None:
         """Raise the error that says which action is wrong and what was expected."""
         expected = self.action_mask.shape if self.continuous else self.agent_mask.shape
@@ -341,7 +348,7 @@ class ParticleEnv(MultiAgentVectorEnv):
             raise EnvError(f"mpe/{self.name}: actions must have shape {expected}, not {action.shape}")
         if action.dtype.kind not in ("f" if self.continuous else "iu"):
             raise EnvError(f"mpe/{self.name}: actions must be of {kind} type, not {action.dtype}")
-        wrong = np.isnan(action) if self.continuous else (action < 0) | (action >= self.action_sizes)
+        wrong = self._outside(action) if self.continuous else (action < 0) | (action >= self.action_sizes)
         env, agent = np.argwhere(wrong)[0][:2]
         size = self.action_sizes[agent]
         need = f"{size} numbers from 0 to 1" if self.continuous else f"an integer from 0 to {size - 1}"

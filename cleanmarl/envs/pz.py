@@ -338,6 +338,10 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         self.block, self.statistics, self.workers, self.has_battles = None, None, [], layout.has_battles
         agents = tuple(map(str, layout.agents))
         self._set_spaces(num_envs, agents, layout.obs_sizes, layout.action_sizes, layout.state_size, layout.bounds)
+        if self.continuous:
+            low, high = (bound.astype(np.float64) for bound in (layout.bounds.low, layout.bounds.high))
+            slack = 1e-6 * (high - low)  # whoever computes in another unit may miss a bound by a rounding
+            self.lowest, self.highest = low - slack, high + slack  # (A, K)
         if num_workers == 0:
             envs = [env, *(build(name, options) for _ in range(num_envs - 1))]
             self.arrays = layout.arrays(num_envs)
@@ -419,17 +423,24 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         """`action` with zeros for dead agents and for actions that an agent does not have."""
         action, shape = np.asarray(action), self.arrays["action"].shape
         alive, legal = self.arrays["agent_mask"], self.arrays["action_mask"]
-        if action.shape != shape or not (self.continuous or np.issubdtype(action.dtype, np.integer)):
+        if action.shape != shape or action.dtype.kind not in ("f" if self.continuous else "iu"):
             want = f"{'floats' if self.continuous else 'integers'} of shape {shape}"
             raise EnvError(f"{self.env_id}: actions must be {want}, not {action.dtype} of shape {action.shape}")
         if self.continuous:
-            action = np.where(alive[..., None] & self.real_actions, action, 0)
-            wrong = ~np.isfinite(action).all(-1)
+            taken = alive[..., None] & self.real_actions
+            action = np.where(taken, action, 0)
+            outside = taken & ~(np.isfinite(action) & (action >= self.lowest) & (action <= self.highest))
+            wrong = outside.any(-1)
         else:
             action = np.where(alive, action, 0)
             wrong = ~((action[..., None] == np.arange(legal.shape[-1])) & legal).any(-1)
         if wrong.any():
             n, a = np.argwhere(wrong)[0]
-            why = "not finite" if self.continuous else f"illegal, legal are {np.flatnonzero(legal[n, a]).tolist()}"
+            if self.continuous:
+                k = outside[n, a].argmax()
+                space = self.single_action_space
+                why = f"not finite or out of bounds: number {k} must be from {space.low[a, k]} to {space.high[a, k]}"
+            else:
+                why = f"illegal, legal are {np.flatnonzero(legal[n, a]).tolist()}"
             raise EnvError(f"{self.env_id}: environment {n}, agent {self.agents[a]}: action {action[n, a]} is {why}")
         return action

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# What docs/algorithms/coppo.md, coppo_lstm.md and coma.md report: matrix games, then StarCraft-like battles (SMAX, whose
+# packages are in docs/environments.md). Finished trials are skipped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
+
+# figures 1, 2 and 5 of the paper; equation 10, 30 runs each
+$PYTHON benchmark/matrix_games.py --out docs/results --seeds 30 --workers "$WORKERS"
+
+# the settings of appendix C.2, which are the defaults of coppo_lstm.py, for all that learn by epochs of clipped steps
+common=(--gamma 0.99 --num-envs 8 --total-timesteps 1000000)
+clipped=(--cell gru --gae-lambda 0.9 --num-steps 400 --num-minibatches 1 --learning-rate 5e-4)
+for task in 3m 2s3z 3s5z; do
+    epochs=10
+    if [ $task = 2s3z ]; then epochs=15; fi
+    run() {  # script, flags
+        $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds 5 --workers "$WORKERS" \
+            --env-ids "smax/$task" --runs-dir "runs/coppo_lstm_$task" -- "${common[@]}" "${@:2}"
+    }
+    run coppo_lstm --update-epochs $epochs
+    run mappo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
+    run ippo_lstm --update-epochs $epochs "${clipped[@]}" --share-parameters --lr-schedule constant \
+        --value-clip-coef 0.2 --ent-coef 0.01 --max-grad-norm 10
+    run coma --num-steps 50  # its actor takes one step a rollout, and has no memory
+    $PYTHON benchmark/plot.py "runs/coppo_lstm_$task" --tag rollout/battle_won --out "docs/results/coppo_lstm_smax_$task"
+done

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# What the pages of ippo, mappo, coppo and their variants report on particle environments and grid worlds: every trial,
+# then the curves. Finished trials are skipped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
+
+run() {  # script, number of seeds, id of the environment, folder of the runs, flags
+    $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
+        --env-ids "$3" --runs-dir "$4" -- "${@:5}"
+}
+plot() { $PYTHON benchmark/plot.py "runs/mappo_$1" --out "docs/results/mappo_$1" "${@:2}"; }
+
+# the defaults of each script and one budget; returns are summed over the agents
+for script in ippo mappo coppo; do
+    for task in simple_spread_v3 simple_speaker_listener_v4 simple_reference_v3; do
+        run $script 5 mpe/$task runs/mappo_$task --total-timesteps 400000
+    done
+    run $script 5 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging --total-timesteps 400000
+done
+# predators and prey have nothing in common to share; the curve is that of a predator
+for script in ippo mappo coppo; do
+    run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
+done
+plot simple_spread_v3 --line random=-79.3
+plot simple_speaker_listener_v4 --line random=-79.5
+plot simple_reference_v3 --line random=-56.5
+plot simple_tag_v3 --tag rollout/ep_reward_agent_0 --line random=4.45
+plot foraging --line random=0 best=1
+
+# recurrent; coppo_lstm with rollouts of the others' size, its default of 8 x 400 steps is for StarCraft
+run ippo_lstm 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener --total-timesteps 400000
+run mappo_lstm 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener --total-timesteps 400000
+run coppo_lstm 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener --total-timesteps 400000 \
+    --num-envs 128 --num-steps 25 --num-minibatches 4 --gamma 0.95 --gae-lambda 0.95 \
+    --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4
+plot lstm_listener --line random=-79.5
+
+# continuous actions; multiwalker's episodes are long and end by a fall: a higher discount, rollouts of 200 steps
+for script in ippo_continuous_action mappo_continuous_action; do
+    run $script 5 "mpe/simple_spread_v3?continuous_actions=True" runs/mappo_continuous_action_spread --total-timesteps 400000
+    run $script 3 pz/sisl/multiwalker_v9 runs/mappo_continuous_action_multiwalker --total-timesteps 400000 \
+        --num-envs 16 --num-steps 200 --gamma 0.99
+done
+plot continuous_action_spread --line random=-75.5
+plot continuous_action_multiwalker
