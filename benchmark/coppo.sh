@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What docs/algorithms/coppo.md, coppo_lstm.md and coma.md report: matrix games, then StarCraft-like battles (SMAX, whose
-# packages are in docs/environments.md). Finished trials are skipped.
+# What the pages of coppo, coppo_lstm and coma report: matrix games, then StarCraft-like battles. SMAX needs packages of
+# its own: see docs/environments.md. Finished trials are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
@@ -23,5 +23,6 @@ for task in 3m 2s3z 3s5z; do
     run ippo_lstm --update-epochs $epochs "${clipped[@]}" --share-parameters --lr-schedule constant \
         --value-clip-coef 0.2 --ent-coef 0.01 --max-grad-norm 10
     run coma --num-steps 50  # its actor takes one step a rollout, and has no memory
-    $PYTHON benchmark/plot.py "runs/coppo_lstm_$task" --tag rollout/battle_won --out "docs/results/coppo_lstm_smax_$task"
+    $PYTHON benchmark/plot.py "runs/coppo_lstm_$task" --tag rollout/battle_won \
+        --out "docs/results/coppo_lstm_smax_$task"
 done

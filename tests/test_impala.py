@@ -24,6 +24,7 @@ from cleanmarl import enjoy, impala
 from cleanmarl.run import evaluate, launch, load_checkpoint
 
 SMALL = {"num_actors": 0, "total_timesteps": 128, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
+SMALL |= {"updates_per_collect": 1}
 LINUX = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 
 
@@ -466,7 +467,7 @@ def test_replay_draws_by_priority(is_weight):
 
 
 def test_updates_draw_from_the_replay_and_set_priorities():
-    args = impala.Args(**SMALL, replay_size=8, priority=True, updates_per_collect=3)
+    args = impala.Args(**SMALL | {"updates_per_collect": 3}, replay_size=8, priority=True)
     agent, player, slot = play(args)
     replay = impala.Replay(args, slot["unrolls"].dtype)
     optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
@@ -489,7 +490,7 @@ def test_updates_draw_from_the_replay_and_set_priorities():
 
 
 def test_without_replay_every_batch_is_learned_from_as_it_comes():
-    args = impala.Args(**SMALL, updates_per_collect=2)
+    args = impala.Args(**SMALL | {"updates_per_collect": 2})
     agent, _, slot = play(args)
     optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
     twin = impala.Agent(impala.make_envs(args, 1), args)
@@ -682,6 +683,7 @@ def test_one_process_repeats_and_has_no_lag(tmp_path):
 def started(tmp_path, *command):
     """A run in a session of its own, as a terminal starts it, without an end; killed at the end at the latest."""
     flags = ["--total-timesteps", 10**8, "--num-envs", 4, "--checkpoint-interval", 1000, "--runs-dir", tmp_path]
+    flags += ["--updates-per-collect", 1]
     process = subprocess.Popen(
         [sys.executable, *map(str, [*command, *flags])],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -204,7 +204,7 @@ def test_two_updates_on(env_id, tmp_path):
 
 
 def test_runs_repeat_with_and_without_actors(tmp_path):
-    flags = SMALL | {"runs_dir": str(tmp_path), "total_timesteps": 512}
+    flags = SMALL | {"runs_dir": str(tmp_path), "total_timesteps": 512, "updates_per_collect": 1}
     one, same = (learned(impala.main(impala.Args(**flags))) for _ in range(2))
     assert one == same and {lag for _, lag in one["train/policy_lag"]} == {0}
     assert max(abs(kl) for _, kl in one["train/approx_kl"]) < 1e-6  # on-policy: statistics change after the update
@@ -240,7 +240,7 @@ def test_refused(flags, text, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.learning
 def test_learns_the_target_in_seconds(tmp_path):
-    flags = {"env_id": "Target-v0", "total_timesteps": 16_000, "learning_rate": 1e-3}
+    flags = {"env_id": "Target-v0", "total_timesteps": 16_000, "learning_rate": 1e-3, "updates_per_collect": 1}
     args = impala.Args(**SMALL | flags, runs_dir=str(tmp_path))
     folder = impala.main(args)
     envs = impala.make_envs(args, 4)

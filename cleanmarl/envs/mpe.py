@@ -2,17 +2,53 @@
 
 `cleanmarl.envs.make("mpe/simple_spread_v3", num_envs=8)`. Agents are discs on a plane: each step (0.1 s) an action
 pushes every agent, discs that touch push each other apart, velocities decay. Some agents also speak: others observe
-what they said. An episode is truncated after `max_cycles` steps; nothing terminates it.
+what they said. Numbers below are those of the default options; a place is two numbers, relative to the observer.
+
+    simple_v3                   obs (4) own velocity, the landmark's place; reward -(distance to it)^2
+    simple_adversary_v3         agents (10): the goal's place, both landmarks', both others'; the adversary (8) does not
+                                see the goal. Reward of an agent: the adversary's distance to the goal minus that of the
+                                nearest agent; of the adversary: minus its distance
+    simple_crypto_v3            Alice (8): message and key, one-hot (4 each); Bob (8): the key, what Alice said; Eve
+                                (4): what Alice said. Reward: Eve's error minus Bob's for Alice and Bob, minus her error
+                                for Eve; an error is the squared distance to the message, 0 for who says nothing
+    simple_push_v3              agent (19): velocity, the goal's place, own colour (3), both landmarks' places and
+                                colours (6), the other's place; adversary (8): velocity, landmarks' places, the other's.
+                                Reward: minus its distance to the goal; of the adversary: the agent's minus its own
+    simple_reference_v3         obs (21): velocity, three landmarks' places, the colour of the other's goal (3), what
+                                the other said (10). Reward: minus the other's distance to that goal, and the mean of
+                                both agents' rewards, mixed by local_ratio
+    simple_speaker_listener_v4  speaker (3): the goal's colour; listener (11): velocity, three landmarks' places, what
+                                the speaker said (3). Reward of both: -(the listener's distance to the goal)^2
+    simple_spread_v3            obs (18): velocity, position, three landmarks' places, both others', zeros (4). Reward:
+                                minus the sum of each landmark's distance to the nearest agent, for all, and -1 per
+                                agent that one touches, mixed by local_ratio
+    simple_tag_v3               velocity, position, both obstacles' places, three others', velocities of the good agents
+                                but oneself: 16 for adversaries, 14 for the good. Reward: 10 to all adversaries for a
+                                catch, -10 to who is caught, minus up to 10 per axis to the good who leave the arena
+    simple_world_comm_v3        velocity, position, places of obstacle, food (2), forests (2), five others; adversaries
+                                (34) then see velocities of the good (4), in which forests they are (2, 1 or -1), what
+                                the leader said (4); the good (28) in which forests they are, the other good's velocity.
+                                Agents see each other (else zeros) if both are in one forest or both in none; the leader
+                                sees all. Reward: 5 to all adversaries for a catch, minus 0.1 of the distance to one's
+                                nearest prey; to the good 2 for food, -5 if caught, minus 0.05 of the distance to the
+                                nearest food, minus twice the penalty of simple_tag for leaving the arena
+
+    action          0 stay, 1 left, 2 right, 3 down, 4 up; who also speaks: 5 * word + move; who stays: the word.
+                    With continuous_actions numbers from 0 to 1: a push for each of those five (the first does nothing),
+                    then one for each word; numbers outside are an error, where mpe2 clips them
+    state           the observations of all agents one after another, without the padding, as mpe2's own state()
+    reward          each agent's own; where all get the same, the sum over agents is A times as much
+    episode end     truncation after max_cycles (option, 25) steps; nothing terminates an episode, and nobody dies
+    seeds           reset(seed=s) starts, in environment i, the episodes that mpe2 starts after
+                    reset(seed=env_seeds(s, N)[i]): each environment has a generator and draws in mpe2's order
 
 How it is batched: one column of numbers, the features, describes one environment: the coordinates of the entities
 (agents, then landmarks) and of the goals, the velocities of the agents, what they say, what a scenario adds, a zero.
 Every number that an agent observes is one feature minus another, so two lookups and one subtraction give the
 observations of all agents in all environments. Inside, the axis of the environments comes last: rows are contiguous.
 
-Each environment has its own generator and draws in mpe2's order: `reset(seed=s)` starts, in environment i, the episodes
-that mpe2 starts after `reset(seed=env_seeds(s, N)[i])`. For experiments, write into the views `pos` (N, E, 2),
-`vel` (N, A, 2) and `goals` (N, G) between steps. Sources: Lowe et al. 2017 (https://arxiv.org/abs/1706.02275) and
-https://mpe2.farama.org, which describes every scenario.
+For experiments, write into the views `pos` (N, E, 2), `vel` (N, A, 2) and `goals` (N, G) between steps. Sources: Lowe
+et al. 2017 (https://arxiv.org/abs/1706.02275) and https://mpe2.farama.org, which describes every scenario.
 """
 
 import inspect

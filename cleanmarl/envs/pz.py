@@ -6,9 +6,11 @@ through PettingZoo's own conversion if its metadata say "is_parallelizable"; age
 cannot act at once. What the interface of this package leaves open:
 
     observation     flattened to float32, images too; Discrete is one-hot; {observation, action_mask} is taken apart
+    action          Discrete: counted from 0; Box: flattened, an error where it leaves its bounds
     action_mask     from there or from info[agent]["action_mask"]; an agent without a legal action has action 0
     state           env.state() flattened to float32 (the last one, where it fails without agents that are done); where
                     there is no state(), the padded observations one after another
+    reward          the environment's own, for each agent
     dead agent      done, or not in env.agents: observation and reward 0, only action 0 is legal, and is not passed on
     episode end     no agent is left: truncation if one that lived until then was truncated and not terminated;
                     battle_won where the environment has an attribute of that name
