@@ -90,7 +90,7 @@ class Args:
     """let the learning rate fall linearly to 0 over the run"""
     gamma: float = 0.99
     """discount factor, in [0, 1]"""
-    vtrace_lambda: float = 1.0
+    vtrace_lambda: float = 0.95
     """lambda of V-trace, in [0, 1]"""
     rho_clip: float = 1.0
     """largest importance weight of a value error: where the value function converges to; at least c_clip"""
