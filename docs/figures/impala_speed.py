@@ -1,4 +1,4 @@
-"""Draws docs/results/impala_speed.svg from the table in impala_speed.md there: `python docs/figures/impala_speed.py`."""
+"""Draws docs/results/impala_speed.svg from the table in impala_speed.md: `python docs/figures/impala_speed.py`."""
 
 from pathlib import Path
 
