@@ -12,12 +12,14 @@ $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPo
     --workers 1 --runs-dir runs/impala_cartpole_actors -- --num-actors 2
 
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids LunarLander-v3 --num-seeds 3 \
-    --workers "$WORKERS" --runs-dir runs/impala_lunarlander -- --num-actors 0 --total-timesteps 1000000
-$PYTHON benchmark/plot.py runs/impala_lunarlander --out docs/results/impala_lunarlander
+    --workers "$WORKERS" --runs-dir runs/impala_lunarlander -- --num-actors 0 --total-timesteps 1000000 \
+    --num-envs 32 --unroll-length 16 --learning-rate 3e-4 --ent-coef 0.001  # DI-engine's settings for this task
+$PYTHON benchmark/plot.py runs/impala_lunarlander --out docs/results/impala_lunarlander --line random=-186.1
 
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_continuous_action.py" --env-ids HalfCheetah-v5 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/impala_continuous_action -- --num-actors 0
-$PYTHON benchmark/plot.py runs/impala_continuous_action --out docs/results/impala_continuous_action
+$PYTHON benchmark/plot.py runs/impala_continuous_action --out docs/results/impala_continuous_action_halfcheetah \
+    --line "PPO write-up, v2=2148"
 
 # days on two cores; hours with a GPU: --num-actors 8 --device cuda
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 SpaceInvaders-v5 Qbert-v5 \
