@@ -4,10 +4,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
-# the defaults, which are those of CleanMARL's page, with its budget of 1,000,000 steps; adversary has individual rewards
+# the defaults, which are those of CleanMARL's page, for 400,000 of its 1,000,000 steps; adversary has individual rewards
 for task in simple_spread_v3 simple_speaker_listener_v4 simple_adversary_v3; do
     $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids "mpe/$task" --runs-dir "runs/maddpg_multienvs_$task"
+        --env-ids "mpe/$task" --runs-dir "runs/maddpg_multienvs_$task" -- --total-timesteps 400000
 done
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_spread_v3 --out docs/results/maddpg_multienvs_simple_spread \
     --line random=-79.3 "CleanMARL (200k steps)=-68.7"

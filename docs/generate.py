@@ -241,6 +241,19 @@ def results_of(script: str, names: list[str]) -> str:
     return "\n\n".join(["## Results", *parts]) + "\n" if parts else ""
 
 
+def benchmarks_table(names: list[str]) -> str:
+    """The rows of all tables that benchmark/plot.py wrote into docs/results, each with its script's page."""
+    head = "| environment | script | seeds | steps | last 100 episodes | last evaluation |"
+    rows = [head, "|---|---|---:|---:|---:|---:|"]
+    for table in sorted(DOCS.glob("results/*.md")):
+        lines = table.read_text().splitlines()
+        if lines[0] == head:
+            rows += [line for line in lines[2:] if line.startswith("|")]
+    for name in names:
+        rows = [row.replace(f" | {name} | ", f" | [{name}](/algorithms/{name}.md) | ") for row in rows]
+    return "\n".join(rows) + "\n"
+
+
 def scripts_table() -> str:
     """Every script, its page if it has one, and the first sentence of its docstring."""
     rows = ["| script | algorithm |", "|---|---|"]
@@ -262,6 +275,7 @@ def main() -> None:
         pages[f"environment_{path.stem}.md"] = environment_page(path)
     all_tags, tests = [], test_tags()
     names = [path.stem for path in scripts()]
+    pages["benchmarks.md"] = benchmarks_table(names)
     for path in scripts():
         tags = script_tags(path)
         all_tags += tags

@@ -68,6 +68,18 @@ def has_anchor(page: Path, anchor: str) -> bool:
     return re.search(rf'\b(id|name)="{re.escape(anchor)}"', page.read_text()) is not None
 
 
+def test_benchmarks_has_every_published_result(site):
+    rows = table_cells(site / "benchmarks.html")
+    published = 0
+    for table in DOCS.glob("results/*.md"):
+        for line in table.read_text().splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if len(cells) == 6 and cells[1] in PAGES:  # environment, script, seeds, steps, two results
+                assert cells in rows, f"{table.name}: {line}"
+                published += 1
+    assert published >= 8
+
+
 @pytest.mark.parametrize("script", PAGES)
 def test_page_has_every_flag_with_its_default(site, script):
     args_class = importlib.import_module(f"cleanmarl.{script}").Args
