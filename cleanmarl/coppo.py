@@ -247,17 +247,17 @@ class Agent(nn.Module):
         ids = [np.broadcast_to(self.ids, (len(obs), *self.ids.shape))] if self.shared else []
         return np.concatenate([obs, *ids], axis=-1)
 
-    def critic_features(self, state: np.ndarray, obs: np.ndarray, alive: np.ndarray, action: np.ndarray) -> np.ndarray:
-        """What the critics see: state (R, S) and obs (R, A, D), zeros where alive (R, A) is False; ids if shared.
+    def critic_input(self, state: np.ndarray, obs: np.ndarray, alive: np.ndarray, action: np.ndarray):
+        """What the critics see: state (R, S), features (R, A, D) and alive (R, A): the dead see zeros and their ids.
 
         A critic of joint actions also sees those of the other agents: action (R, A) one-hot, zeros for the agent's own.
         """
-        parts = [np.broadcast_to(state[:, None], (*obs.shape[:2], state.shape[1])), obs]
         if self.counterfactual:
             one_hot = self.one_hot[action] * alive[..., None]
             others = one_hot[:, None] * (1 - self.ids)[:, :, None]  # (R, A, A, K)
-            parts.append(others.reshape(*alive.shape, -1))
-        return self.features(np.concatenate(parts, axis=-1) * alive[..., None])
+            obs = np.concatenate([obs, others.reshape(*alive.shape, -1)], axis=-1)
+        seen = state, self.features(obs * alive[..., None]), alive.astype(np.float32)
+        return tuple(torch.from_numpy(x).to(self.critic[0].weight.device) for x in seen)
 
     def logits(self, features: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (R, A, K), illegal ones far below, of the policies that act: with their share of random actions."""
@@ -268,13 +268,20 @@ class Agent(nn.Module):
             logits = probs.clamp(min=1e-30).log()
         return logits
 
-    def normalized_values(self, critic_features: torch.Tensor) -> torch.Tensor:
-        """Values as the critics predict them: (R, A, 1) of the state, or (R, A, K) of each action, given the others."""
-        return self.by_agent(self.critic(self.by_network(critic_features)))
+    def normalized_values(self, state: torch.Tensor, features: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        """Values as the critics predict them: (R, A, 1) of the state, or (R, A, K) of each action, given the others.
 
-    def values(self, critic_features: torch.Tensor) -> torch.Tensor:
+        A shared first layer reads the state, which may be large, once for all agents: W [s, x] = W_s s + W_x x.
+        """
+        first, rest = self.critic[0], self.critic[1:]
+        of_state = (state @ first.weight[:, : state.shape[-1]]).swapaxes(0, 1)  # (R, M, H)
+        of_agent = torch.baddbmm(first.bias, self.by_network(features), first.weight[:, state.shape[-1] :])
+        hidden = self.by_agent(of_agent) + of_state * alive[..., None]
+        return self.by_agent(rest(self.by_network(hidden)))
+
+    def values(self, *critic_input: torch.Tensor) -> torch.Tensor:
         """The same in the unit of the returns."""
-        values = self.normalized_values(critic_features)
+        values = self.normalized_values(*critic_input)
         if self.value_stats is None:
             return values
         return self.value_stats.denormalize(values.movedim(-1, 0)).movedim(0, -1)
@@ -353,8 +360,8 @@ def bootstrap(agent: Agent, state: np.ndarray, obs: np.ndarray, alive: np.ndarra
             torch.from_numpy(agent.features(obs)).to(device), torch.from_numpy(action_mask).to(device)
         )
         action = (logits.cpu().numpy() + gumbel_noise(*logits.shape)).argmax(-1)
-    critic_features = torch.from_numpy(agent.critic_features(state, obs, alive, action)).to(device)
-    return agent.of_action(agent.values(critic_features), torch.from_numpy(action).to(device)).cpu().numpy()
+    values = agent.values(*agent.critic_input(state, obs, alive, action))
+    return agent.of_action(values, torch.from_numpy(action).to(device)).cpu().numpy()
 
 
 @torch.no_grad()
@@ -394,8 +401,8 @@ class Batch(NamedTuple):
     """A rollout as the networks learn from it, tensors (R, A, ...) with a row for each step of each environment."""
 
     features: torch.Tensor  # (R, A, D) what the actors see
-    state: torch.Tensor  # (R, S)
-    critic_features: torch.Tensor  # (R, A, S + D) what the critics see
+    state: torch.Tensor  # (R, S) what the critics see
+    critic_features: torch.Tensor  # (R, A, D) and this
     action_mask: torch.Tensor  # (R, A, K)
     alive: torch.Tensor  # (R, A) 1.0 for living agents, 0.0 for the rest
     action: torch.Tensor  # (R, A)
@@ -414,12 +421,12 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     def to_tensor(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x).to(device)
 
-    features, state = to_tensor(agent.features(rows.obs)), to_tensor(rows.state)
-    critic_features = to_tensor(agent.critic_features(rows.state, rows.obs, rows.agent_mask, rows.action))
-    action_mask, action, alive = to_tensor(rows.action_mask), to_tensor(rows.action), to_tensor(rows.agent_mask).float()
+    features = to_tensor(agent.features(rows.obs))
+    state, critic_features, alive = agent.critic_input(rows.state, rows.obs, rows.agent_mask, rows.action)
+    action_mask, action = to_tensor(rows.action_mask), to_tensor(rows.action)
     log_probs = agent.logits(features, action_mask).log_softmax(-1)
     log_prob = log_probs.gather(-1, action[..., None]).squeeze(-1)
-    values = agent.values(critic_features)
+    values = agent.values(state, critic_features, alive)
     value = agent.of_action(values, action)
     value_, next_ = value.view(rollout.reward.shape).cpu().numpy(), (next_info["state"], next_obs)
     next_value = bootstrap(agent, *next_, next_info["agent_mask"], next_info["action_mask"])
@@ -486,7 +493,8 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, li
 
 def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
     """The loss (1, M) of each critic."""
-    new_value = agent.of_action(agent.normalized_values(batch.critic_features), batch.action)
+    new_values = agent.normalized_values(batch.state, batch.critic_features, batch.alive)
+    new_value = agent.of_action(new_values, batch.action)
     delta = args.huber_delta or float("inf")
     value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)
     if args.value_clip_coef > 0:

@@ -201,22 +201,29 @@ class Agent(nn.Module):
         ids = [np.broadcast_to(self.ids, (len(obs), *self.ids.shape))] if self.shared else []
         return np.concatenate([obs, *ids], axis=-1)
 
-    def critic_features(self, state: np.ndarray, obs: np.ndarray, alive: np.ndarray) -> np.ndarray:
-        """What the critics see: state (R, S) and obs (R, A, D), zeros where alive (R, A) is False; ids if shared."""
-        state = np.broadcast_to(state[:, None], (*obs.shape[:2], state.shape[1]))
-        return self.features(np.concatenate([state, obs], axis=-1) * alive[..., None])
+    def critic_input(self, state: np.ndarray, obs: np.ndarray, alive: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """What the critics see: state (R, S), features (R, A, D) and alive (R, A): the dead see zeros and their ids."""
+        seen = state, self.features(obs * alive[..., None]), alive.astype(np.float32)
+        return tuple(torch.from_numpy(x).to(self.critic[0].weight.device) for x in seen)
 
     def logits(self, features: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (R, A, K), illegal ones far below."""
         return self.by_agent(self.actor(self.by_network(features))).masked_fill(~action_mask, -1e8)
 
-    def normalized_value(self, critic_features: torch.Tensor) -> torch.Tensor:
-        """Values (R, A) as the critics predict them."""
-        return self.by_agent(self.critic(self.by_network(critic_features))).squeeze(-1)
+    def normalized_value(self, state: torch.Tensor, features: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        """Values (R, A) as the critics predict them, from `critic_input`.
 
-    def value(self, critic_features: torch.Tensor) -> torch.Tensor:
+        A shared first layer reads the state, which may be large, once for all agents: W [s, x] = W_s s + W_x x.
+        """
+        first, rest = self.critic[0], self.critic[1:]
+        of_state = (state @ first.weight[:, : state.shape[-1]]).swapaxes(0, 1)  # (R, M, H)
+        of_agent = torch.baddbmm(first.bias, self.by_network(features), first.weight[:, state.shape[-1] :])
+        hidden = self.by_agent(of_agent) + of_state * alive[..., None]
+        return self.by_agent(rest(self.by_network(hidden))).squeeze(-1)
+
+    def value(self, *critic_input: torch.Tensor) -> torch.Tensor:
         """Values (R, A) in the unit of the returns."""
-        value = self.normalized_value(critic_features)
+        value = self.normalized_value(*critic_input)
         return value if self.value_stats is None else self.value_stats.denormalize(value)
 
 
@@ -283,7 +290,6 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
 
     Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
     """
-    device = next(agent.parameters()).device
     actor, noise = numpy_actor(agent), gumbel_noise(*rollout.action_mask.shape)
     obs, info = start
     for t in range(args.num_steps):
@@ -303,7 +309,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
                 final = info["final_state"][cut], info["final_obs"][cut], rollout.agent_mask[t, cut]
-                final_value = agent.value(torch.from_numpy(agent.critic_features(*final)).to(device))
+                final_value = agent.value(*agent.critic_input(*final))
                 rollout.reward[t, cut] += args.gamma * final_value.cpu().numpy()
     return obs, info
 
@@ -312,7 +318,8 @@ class Batch(NamedTuple):
     """A rollout as the networks learn from it, tensors (R, A, ...) with a row for each step of each environment."""
 
     features: torch.Tensor  # (R, A, D) what the actors see
-    critic_features: torch.Tensor  # (R, A, S + D) what the critics see
+    state: torch.Tensor  # (R, S) what the critics see
+    critic_features: torch.Tensor  # (R, A, D) and this
     action_mask: torch.Tensor  # (R, A, K)
     alive: torch.Tensor  # (R, A) 1.0 for living agents, 0.0 for the rest
     action: torch.Tensor  # (R, A)
@@ -332,12 +339,12 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
         return torch.from_numpy(x).to(device)
 
     features = to_tensor(agent.features(rows.obs))
-    critic_features = to_tensor(agent.critic_features(rows.state, rows.obs, rows.agent_mask))
-    next_features = to_tensor(agent.critic_features(next_info["state"], next_obs, next_info["agent_mask"]))
-    action_mask, action, alive = to_tensor(rows.action_mask), to_tensor(rows.action), to_tensor(rows.agent_mask).float()
+    state, critic_features, alive = agent.critic_input(rows.state, rows.obs, rows.agent_mask)
+    action_mask, action = to_tensor(rows.action_mask), to_tensor(rows.action)
     log_prob = agent.logits(features, action_mask).log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
-    value = agent.value(critic_features)
-    values, next_value = value.view(rollout.reward.shape).cpu().numpy(), agent.value(next_features).cpu().numpy()
+    value = agent.value(state, critic_features, alive)
+    next_value = agent.value(*agent.critic_input(next_info["state"], next_obs, next_info["agent_mask"])).cpu().numpy()
+    values = value.view(rollout.reward.shape).cpu().numpy()
     advantage = gae(rollout.reward, values, next_value, rollout.done, args.gamma, args.gae_lambda)
     advantage = to_tensor(advantage.reshape(rows.reward.shape).astype(np.float32))
     return_ = advantage + value
@@ -350,7 +357,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     if args.norm_adv:
         advantage = advantage - agent.mean(advantage, alive)
         advantage = advantage / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)
-    return Batch(features, critic_features, action_mask, alive, action, log_prob, advantage, return_, value)
+    return Batch(features, state, critic_features, action_mask, alive, action, log_prob, advantage, return_, value)
 
 
 def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -367,7 +374,7 @@ def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, to
     policy_loss = -agent.mean(surrogate, batch.alive)
     entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
 
-    new_value = agent.normalized_value(batch.critic_features)
+    new_value = agent.normalized_value(batch.state, batch.critic_features, batch.alive)
     delta = args.huber_delta or float("inf")
     value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)
     if args.value_clip_coef > 0:

@@ -253,11 +253,11 @@ class Agent(nn.Module):
         """What the actors see: obs (R, A, D), normalised, with ids if they are shared."""
         return self.with_ids(self.normalize(obs))
 
-    def critic_features(self, state: np.ndarray, obs: np.ndarray, alive: np.ndarray) -> np.ndarray:
-        """What the critics see: state (R, S) and obs (R, A, D), normalised, zeros where alive (R, A) is False; ids."""
+    def critic_input(self, state: np.ndarray, obs: np.ndarray, alive: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """What the critics see: state (R, S), features (R, A, D), both normalised, and alive (R, A)."""
         state = state if self.state_stats is None else self.state_stats.normalize(state)
-        state = np.broadcast_to(state[:, None], (*obs.shape[:2], state.shape[1]))
-        return self.with_ids(np.concatenate([state, self.normalize(obs)], axis=-1) * alive[..., None])
+        seen = state, self.with_ids(self.normalize(obs) * alive[..., None]), alive.astype(np.float32)
+        return tuple(torch.from_numpy(x).to(self.critic[0].weight.device) for x in seen)
 
     def env_action(self, action: np.ndarray) -> np.ndarray:
         """Actions (R, A, K) in the unit of the environment, from the policies' unit, where -1 and 1 are the bounds."""
@@ -268,13 +268,20 @@ class Agent(nn.Module):
         """Means (R, A, K) of the policies' normal distributions."""
         return self.by_agent(self.actor(self.by_network(features)))
 
-    def normalized_value(self, critic_features: torch.Tensor) -> torch.Tensor:
-        """Values (R, A) as the critics predict them."""
-        return self.by_agent(self.critic(self.by_network(critic_features))).squeeze(-1)
+    def normalized_value(self, state: torch.Tensor, features: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        """Values (R, A) as the critics predict them, from `critic_input`.
 
-    def value(self, critic_features: torch.Tensor) -> torch.Tensor:
+        A shared first layer reads the state, which may be large, once for all agents: W [s, x] = W_s s + W_x x.
+        """
+        first, rest = self.critic[0], self.critic[1:]
+        of_state = (state @ first.weight[:, : state.shape[-1]]).swapaxes(0, 1)  # (R, M, H)
+        of_agent = torch.baddbmm(first.bias, self.by_network(features), first.weight[:, state.shape[-1] :])
+        hidden = self.by_agent(of_agent) + of_state * alive[..., None]
+        return self.by_agent(rest(self.by_network(hidden))).squeeze(-1)
+
+    def value(self, *critic_input: torch.Tensor) -> torch.Tensor:
         """Values (R, A) in the unit of the returns."""
-        value = self.normalized_value(critic_features)
+        value = self.normalized_value(*critic_input)
         return value if self.value_stats is None else self.value_stats.denormalize(value)
 
 
@@ -344,7 +351,6 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
 
     Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
     """
-    device = next(agent.parameters()).device
     actor, std = numpy_actor(agent), agent.actor.log_std.exp().cpu().numpy()
     noise = torch.randn(rollout.action.shape).numpy()
     obs, info = start
@@ -364,7 +370,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
                 final = info["final_state"][cut], info["final_obs"][cut], rollout.agent_mask[t, cut]
-                final_value = agent.value(torch.from_numpy(agent.critic_features(*final)).to(device))
+                final_value = agent.value(*agent.critic_input(*final))
                 rollout.reward[t, cut] += args.gamma * final_value.cpu().numpy()
     return obs, info
 
@@ -373,7 +379,8 @@ class Batch(NamedTuple):
     """A rollout as the networks learn from it, tensors (R, A, ...) with a row for each step of each environment."""
 
     features: torch.Tensor  # (R, A, D) what the actors see
-    critic_features: torch.Tensor  # (R, A, S + D) what the critics see
+    state: torch.Tensor  # (R, S) what the critics see
+    critic_features: torch.Tensor  # (R, A, D) and this
     action_mask: torch.Tensor  # (R, A, K)
     alive: torch.Tensor  # (R, A) 1.0 for living agents, 0.0 for the rest
     action: torch.Tensor  # (R, A, K)
@@ -393,12 +400,12 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
         return torch.from_numpy(x).to(device)
 
     features = to_tensor(agent.features(rows.obs))
-    critic_features = to_tensor(agent.critic_features(rows.state, rows.obs, rows.agent_mask))
-    next_features = to_tensor(agent.critic_features(next_info["state"], next_obs, next_info["agent_mask"]))
-    action_mask, action, alive = to_tensor(rows.action_mask), to_tensor(rows.action), to_tensor(rows.agent_mask).float()
+    state, critic_features, alive = agent.critic_input(rows.state, rows.obs, rows.agent_mask)
+    action_mask, action = to_tensor(rows.action_mask), to_tensor(rows.action)
     log_prob = gaussian_log_prob(action, agent.action_mean(features), agent.actor.log_std, action_mask)
-    value = agent.value(critic_features)
-    values, next_value = value.view(rollout.reward.shape).cpu().numpy(), agent.value(next_features).cpu().numpy()
+    value = agent.value(state, critic_features, alive)
+    next_value = agent.value(*agent.critic_input(next_info["state"], next_obs, next_info["agent_mask"])).cpu().numpy()
+    values = value.view(rollout.reward.shape).cpu().numpy()
     advantage = gae(rollout.reward, values, next_value, rollout.done, args.gamma, args.gae_lambda)
     advantage = to_tensor(advantage.reshape(rows.reward.shape).astype(np.float32))
     return_ = advantage + value
@@ -411,7 +418,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     if args.norm_adv:
         advantage = advantage - agent.mean(advantage, alive)
         advantage = advantage / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)
-    return Batch(features, critic_features, action_mask, alive, action, log_prob, advantage, return_, value)
+    return Batch(features, state, critic_features, action_mask, alive, action, log_prob, advantage, return_, value)
 
 
 def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -429,7 +436,7 @@ def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, to
     entropy = ((log_std + 0.5 * np.log(2 * np.pi * np.e)) * batch.action_mask).sum(-1)  # (R, A)
     entropy = agent.mean(entropy, batch.alive)
 
-    new_value = agent.normalized_value(batch.critic_features)
+    new_value = agent.normalized_value(batch.state, batch.critic_features, batch.alive)
     delta = args.huber_delta or float("inf")
     value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)
     if args.value_clip_coef > 0:

@@ -399,8 +399,7 @@ def test_critics_of_joint_actions_learn_the_rewards_of_a_game(tmp_path):
     agent.load_state_dict(load_checkpoint(coppo.main(args))["modules"]["agent"])
     obs, info = envs.reset()
     action = np.array([(i, j) for i in range(3) for j in range(3)])
-    features = agent.critic_features(info["state"], obs, info["agent_mask"], action)
-    values = agent.values(torch.from_numpy(features)).detach()
+    values = agent.values(*agent.critic_input(info["state"], obs, info["agent_mask"], action)).detach()
     taken = agent.of_action(values, torch.from_numpy(action))
     expected = torch.tensor([11.0, -30, 0, -30, 7, 0, 0, 6, 5])[:, None].expand(9, 2)
     torch.testing.assert_close(taken, expected, atol=3.0, rtol=0)
@@ -417,10 +416,10 @@ def test_a_time_limit_bootstraps_from_the_final_state(advantage, toy):
     final_obs[0, 0, :2], final_obs[0, 2, :1] = 6, 8
     values = []
     for action in np.ndindex(2, 1, 3):  # what the living agents could do next (agent 2 not action 0)
-        features = fresh.critic_features(
+        seen = fresh.critic_input(
             np.array([[6, 36]], np.float32), final_obs, np.array([[True, False, True]]), np.array([action])
         )
-        value = fresh.of_action(fresh.values(torch.from_numpy(features)), torch.tensor([action]))
+        value = fresh.of_action(fresh.values(*seen), torch.tensor([action]))
         values.append(6 + 0.9 * value[0, [0, 2]].detach().numpy())
     error = np.abs(np.array(values) - rollout.reward[5, 1, [0, 2]]).max(1)
     assert error.min() < 1e-4  # environment 1 is truncated

@@ -133,8 +133,8 @@ def test_the_last_step_bootstraps_from_the_state_after_the_rollout(shared, toy):
     torch.manual_seed(0)
     fresh = mappo.Agent(mappo.make_envs(args, 4), args)  # the critic of the rollout
     obs = np.array([[[2, 2, 0], [3, 3, 3], [4, 0, 0]]], np.float32)  # after 50 steps the clock is at 2
-    features = fresh.critic_features(np.array([[2, 4]], np.float32), obs, np.ones((1, 3), bool))
-    expected = rollout.reward[-1] + 0.9 * fresh.value(torch.from_numpy(features)).detach().numpy()
+    seen = fresh.critic_input(np.array([[2, 4]], np.float32), obs, np.ones((1, 3), bool))
+    expected = rollout.reward[-1] + 0.9 * fresh.value(*seen).detach().numpy()
     np.testing.assert_allclose(batch.return_.view(50, 4, 3)[-1], expected, rtol=1e-5)
 
 
@@ -172,17 +172,36 @@ def test_critics_see_the_state_and_actors_do_not(shared):
     envs = mappo.make_envs(args, 4)
     agent = mappo.Agent(envs, args)
     obs, info = envs.reset(seed=1)
-    features = agent.critic_features(info["state"], obs, info["agent_mask"])
+    state, features, alive = agent.critic_input(info["state"], obs, info["agent_mask"])
     S, D = info["state"].shape[1], obs.shape[2]
-    assert features.shape == (4, 3, S + D + (3 if shared else 0)) and features.dtype == np.float32
-    for a in range(3):
-        assert (features[:, a, :S] == info["state"]).all() and (features[:, a, S : S + D] == obs[:, a]).all()
+    assert features.shape == (4, 3, D + (3 if shared else 0)) and features.dtype == torch.float32
+    assert (state.numpy() == info["state"]).all() and (features[..., :D].numpy() == obs).all() and (alive == 1).all()
     if shared:
-        assert (features[..., S + D :] == np.eye(3)).all() and (agent.features(obs)[..., D:] == np.eye(3)).all()
+        assert (features[..., D:].numpy() == np.eye(3)).all() and (agent.features(obs)[..., D:] == np.eye(3)).all()
     assert (agent.features(obs)[..., :D] == obs).all() and agent.actor[0].weight.shape[1] == D + 3 * shared
-    value = agent.value(torch.from_numpy(features))
-    changed = agent.critic_features(info["state"] + 1, obs, info["agent_mask"])
-    assert (agent.value(torch.from_numpy(changed)) != value).all()
+    assert agent.critic[0].weight.shape[1] == S + D + 3 * shared
+    assert (agent.value(state + 1, features, alive) != agent.value(state, features, alive)).all()
+
+
+def critic_rows(batch):
+    """What the critic's first layer multiplies, written out: the state beside each agent's features, 0 for the dead."""
+    state = batch.state[:, None] * batch.alive[..., None]  # (R, A, S)
+    return torch.cat([state, batch.critic_features], dim=-1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_state_read_once_gives_the_values_of_the_state_read_by_every_agent(shared, toy):
+    agent, _, batch = collected(mappo.Args(env_id=toy, **SMALL, share_parameters=shared))
+    assert (batch.alive == 0).any() and batch.state.abs().max() > 1
+    agent.double()
+    value = agent.normalized_value(batch.state.double(), batch.critic_features.double(), batch.alive.double())
+    plain = agent.by_agent(agent.critic(agent.by_network(critic_rows(batch).double()))).squeeze(-1)
+    torch.testing.assert_close(value, plain)
+    parameters = list(agent.critic.parameters())
+    weight = torch.randn_like(value)
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), parameters) for x in (value, plain))
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -222,12 +241,11 @@ def test_an_update_of_the_statistics_moves_no_value(shared, toy):
     agent, _, batch = collected(args)
     stats = agent.value_stats
     assert (stats.count == (600 if shared else 200)) and (stats.std > 1.5).all()
-    torch.testing.assert_close(agent.normalized_value(batch.critic_features), batch.value, atol=1e-4, rtol=1e-4)
+    seen = batch.state, batch.critic_features, batch.alive
+    torch.testing.assert_close(agent.normalized_value(*seen), batch.value, atol=1e-4, rtol=1e-4)
     torch.manual_seed(0)
     untouched = mappo.Agent(mappo.make_envs(args, 4), args)
-    torch.testing.assert_close(
-        stats.denormalize(batch.value), untouched.value(batch.critic_features), atol=1e-3, rtol=1e-4
-    )
+    torch.testing.assert_close(stats.denormalize(batch.value), untouched.value(*seen), atol=1e-3, rtol=1e-4)
     return_ = batch.return_ if shared else batch.return_.T
     for of_network in return_.reshape(1, -1) if shared else return_:
         assert of_network.mean().abs() < 1e-4 and (of_network.std() - 1).abs() < 0.01
@@ -237,7 +255,7 @@ def reference_losses(agent, batch, args):
     """The losses of each network, as the paper has them, in float64 and with loops."""
     actor, critic = agent.actor.double(), agent.critic.double()
     logits = agent.by_agent(actor(agent.by_network(batch.features.double())))
-    value = agent.by_agent(critic(agent.by_network(batch.critic_features.double())))[..., 0]
+    value = agent.by_agent(critic(agent.by_network(critic_rows(batch).double())))[..., 0]
     networks = [[(r, a) for r in range(len(value)) for a in range(3)]]
     if not agent.shared:
         networks = [[(r, a) for r in range(len(value))] for a in range(3)]
@@ -374,7 +392,8 @@ def test_death_masking(toy):
     args = mappo.Args(env_id=toy, **SMALL, norm_adv=False, normalize_value=False, gamma=0.9, gae_lambda=1.0)
     _, rollout, batch = collected(args)
     dead = batch.critic_features[batch.alive == 0]
-    assert len(dead) and (dead == torch.tensor([0.0] * 5 + [0, 1, 0])).all()
+    assert len(dead) and (dead == torch.tensor([0.0] * 3 + [0, 1, 0])).all()
+    assert (critic_rows(batch)[batch.alive == 0][:, :5] == 0).all()
     assert (rollout.done == (np.arange(50) % 6 == 5)[:, None, None]).all()  # death is no end
     # in environment 0, which terminates, with lambda = 1, the returns are those of the whole episode
     expected = sum(0.9**k * (k + 1) for k in range(6))
@@ -389,8 +408,8 @@ def test_a_time_limit_bootstraps_from_the_final_state(toy):
     assert (rollout.reward[5, 0] == 6).all()  # environment 0 terminates: nothing to add
     final_obs = np.zeros((1, 3, 3), np.float32)
     final_obs[0, 0, :2], final_obs[0, 2, :1] = 6, 8
-    features = fresh.critic_features(np.array([[6, 36]], np.float32), final_obs, np.array([[True, False, True]]))
-    expected = 6 + 0.9 * fresh.value(torch.from_numpy(features)).detach().numpy()[0]
+    seen = fresh.critic_input(np.array([[6, 36]], np.float32), final_obs, np.array([[True, False, True]]))
+    expected = 6 + 0.9 * fresh.value(*seen).detach().numpy()[0]
     np.testing.assert_allclose(rollout.reward[5, 1], expected, rtol=1e-5)  # environment 1 is truncated
 
 

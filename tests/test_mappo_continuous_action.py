@@ -166,12 +166,13 @@ def test_inputs_are_normalised_by_the_statistics_of_living_agents(shared, toy, t
     assert all(torch.equal(saved[key], value) for key, value in agent.state_dict().items())
     obs, info = envs.reset()
     alive = np.array([[True, False, True]] * 4)
-    features, critic_features = agent.features(obs), agent.critic_features(info["state"], obs, alive)
+    features, (state, critic_features, _) = agent.features(obs), agent.critic_input(info["state"], obs, alive)
     mean, std = saved["obs_stats.mean"].numpy(), (saved["obs_stats.var"] + 1e-8).sqrt().numpy()
     np.testing.assert_allclose(features[..., :3], ((obs - mean) / std).clip(-10, 10), rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(critic_features[:, [0, 2], 2:], features[:, [0, 2]])
-    assert (critic_features[:, 1, :5] == 0).all() and np.abs(critic_features[:, 0, :2]).max() < 5
-    assert (critic_features[:, 0, :2] == critic_features[:, 2, :2]).all()
+    np.testing.assert_array_equal(critic_features[:, [0, 2]], features[:, [0, 2]])
+    assert (critic_features[:, 1, :3] == 0).all()
+    of_state = (info["state"] - saved["state_stats.mean"].numpy()) / (saved["state_stats.var"] + 1e-8).sqrt().numpy()
+    np.testing.assert_allclose(state, of_state.clip(-10, 10), rtol=1e-4, atol=1e-5)
     assert np.abs(agent.features(obs * 1e6)[..., :3]).max() == 10
 
 
@@ -222,7 +223,8 @@ def test_dead_agents_and_missing_components_add_nothing_to_the_policy(shared, to
 def test_an_update_of_the_statistics_moves_no_value(toy):
     for shared in (True, False):
         agent, _, _, batch = collected(Args(env_id=toy, **SMALL, share_parameters=shared))
-        torch.testing.assert_close(agent.normalized_value(batch.critic_features), batch.value, atol=1e-4, rtol=1e-4)
+        seen = batch.state, batch.critic_features, batch.alive
+        torch.testing.assert_close(agent.normalized_value(*seen), batch.value, atol=1e-4, rtol=1e-4)
         assert agent.value_stats.count == (600 if shared else 200)
 
 
