@@ -13,4 +13,5 @@ $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_spread_v3 --out docs/resu
     --line random=-79.3 "CleanMARL (200k steps)=-68.7"
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_speaker_listener_v4 \
     --out docs/results/maddpg_multienvs_simple_speaker_listener --line random=-79.5
-$PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_adversary_v3 --out docs/results/maddpg_multienvs_simple_adversary
+$PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_adversary_v3 --tag eval/ep_reward_agent_1 \
+    --out docs/results/maddpg_multienvs_simple_adversary --line random=8.05
