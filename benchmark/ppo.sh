@@ -32,3 +32,16 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete_mask.py" 
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids ConnectFour-v1 --num-seeds 1 \
     --workers "$WORKERS" --runs-dir runs/ppo_selfplay
 $PYTHON benchmark/plot.py runs/ppo_selfplay --tag eval/elo --out docs/results/ppo_selfplay_elo --line random=0
+
+# days on two cores; a run goes on from its checkpoint if it is started again. Pong: the write-up's settings for "Pong in 5 minutes"
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
+    --workers 1 --runs-dir runs/ppo_atari_envpool_pong -- \
+    --total-timesteps 4000000 --clip-coef 0.2 --num-envs 16 --num-minibatches 8 --update-epochs 3
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/ppo_atari_envpool
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari.py" --env-ids ALE/Breakout-v5 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/ppo_atari
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_lstm.py" --env-ids ALE/Breakout-v5 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/ppo_atari_lstm
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_procgen.py" --env-ids StarpilotEasy-v0 --num-seeds 3 \
+    --workers "$WORKERS" --runs-dir runs/ppo_procgen -- --total-timesteps 1000000
