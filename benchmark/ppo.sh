@@ -33,7 +33,7 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids 
     --workers "$WORKERS" --runs-dir runs/ppo_selfplay
 $PYTHON benchmark/plot.py runs/ppo_selfplay --tag eval/elo --out docs/results/ppo_selfplay_elo --line random=0
 
-# days on two cores; a run goes on from its checkpoint if it is started again. Pong: the write-up's settings for "Pong in 5 minutes"
+# days on two cores; a run goes on from its checkpoint if it is started again. Pong: the settings of CleanRL's "Pong in 5 minutes"
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
     --workers 1 --runs-dir runs/ppo_atari_envpool_pong -- \
     --total-timesteps 4000000 --clip-coef 0.2 --num-envs 16 --num-minibatches 8 --update-epochs 3
