@@ -25,7 +25,7 @@ done
 plot simple_spread_v3 --line random=-79.3
 plot simple_speaker_listener_v4 --line random=-79.5
 plot simple_reference_v3 --line random=-56.5
-plot simple_tag_v3 --tag rollout/ep_reward_agent_0 --line random=4.45
+plot simple_tag_v3 --tag rollout/ep_reward_agent_0 --line random=4.3
 plot foraging --line random=0 best=1
 
 # recurrent; coppo_lstm with rollouts of the others' size, its default of 8 x 400 steps is for StarCraft
