@@ -21,6 +21,12 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids Ca
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_continuous_action.py" \
     --env-ids HalfCheetah-v5 Walker2d-v5 Hopper-v5 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_continuous_action -- --total-timesteps 1000000
+plot() {  # environment, end of the figure's name, lines
+    $PYTHON benchmark/plot.py runs/ppo_continuous_action/"$1"__* --out "docs/results/ppo_continuous_action_$2" --line "${@:3}"
+}
+plot HalfCheetah-v5 halfcheetah random=-280 "write-up, v2=2148"
+plot Walker2d-v5 walker2d random=1.5 "write-up, v2=3142"
+plot Hopper-v5 hopper random=18 "write-up, v2=2448"
 
 # with and without masks on the same task; returns of the sampled policy (the greedy one walks in circles)
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete.py" --env-ids Cleaner-v0 --num-seeds 3 \
