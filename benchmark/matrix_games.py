@@ -127,9 +127,14 @@ def make_teams(script, args, seeds):
     one_team = make(args.env_id)
 
     class Teams(script.Agent):
-        def critic_features(self, state, obs, alive, action):
-            state = np.repeat(state, len(seeds), axis=0)
-            return join(super().critic_features(state, *map(split, (obs, alive, action))), len(obs))
+        def critic_features(self, state, obs, alive, action):  # of coma.py
+            of_teams = np.repeat(state, len(seeds), axis=0), *map(split, (obs, alive, action))
+            return join(super().critic_features(*of_teams), len(obs))
+
+        def critic_input(self, state, obs, alive, action):  # of coppo.py; the state of these games is one and the same
+            of_teams = np.repeat(state, len(seeds), axis=0), *map(split, (obs, alive, action))
+            _, *of_agents = super().critic_input(*of_teams)
+            return torch.from_numpy(state), *(join(x, len(obs)) for x in of_agents)
 
     teams, members = Teams(one_team, args), []
     for seed in seeds:
