@@ -506,3 +506,13 @@ def test_learns_simple_spread_in_seconds(tmp_path):
     trained = evaluate(envs, coppo.make_policy(agent, greedy=False), 320, seed=7)
     error = np.hypot(untrained["eval/std_ep_reward"], trained["eval/std_ep_reward"]) / np.sqrt(320)
     assert trained["eval/ep_reward"] - untrained["eval/ep_reward"] > 5 * error
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_state_read_once_gives_the_values_of_the_state_read_by_every_agent(shared, toy):
+    agent, _, _, batch = collected(coppo.Args(env_id=toy, **SMALL, share_parameters=shared))
+    assert (batch.alive == 0).any() and batch.state.abs().max() > 1
+    rows = torch.cat([batch.state[:, None] * batch.alive[..., None], batch.critic_features], dim=-1)
+    plain = agent.by_agent(agent.critic(agent.by_network(rows)))
+    values = agent.normalized_values(batch.state, batch.critic_features, batch.alive)
+    torch.testing.assert_close(values, plain, atol=1e-4, rtol=1e-4)

@@ -275,3 +275,13 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and text in error and error.count("\n") == 1
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_state_read_once_gives_the_values_of_the_state_read_by_every_agent(shared, toy):
+    agent, _, _, batch = collected(Args(env_id=toy, **SMALL, share_parameters=shared))
+    assert (batch.alive == 0).any() and batch.state.abs().max() > 0
+    rows = torch.cat([batch.state[:, None] * batch.alive[..., None], batch.critic_features], dim=-1)
+    plain = agent.by_agent(agent.critic(agent.by_network(rows))).squeeze(-1)
+    value = agent.normalized_value(batch.state, batch.critic_features, batch.alive)
+    torch.testing.assert_close(value, plain, atol=1e-4, rtol=1e-4)
