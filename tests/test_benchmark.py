@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
+import hand_written  # noqa: E402
 import plot  # noqa: E402
 import speed  # noqa: E402
 
@@ -355,3 +356,11 @@ def test_profile_splits_the_time_of_main(tmp_path):
     script.write_text(ROLLOUT.replace("def collect", "def gather").replace("collect(envs)", "gather(envs)"))
     spent = speed.split_time(f"python {script} {{steps}}", steps=1)
     assert spent["forward"] == 0 and spent["env"] > 0.3  # no function named collect: env is still known
+
+
+def test_hand_written_listener_goes_where_the_speaker_knows():
+    still, way = np.zeros((4, 2)), np.array([[-1.0, 0], [1, 0], [0, -1], [0, 1]])
+    assert hand_written.plan(still, way).tolist() == [1, 2, 3, 4]
+    told, not_told = (hand_written.play(hand_written.Args(num_episodes=256), told) for told in (True, False))
+    assert told.shape == (256,)
+    assert -40 < not_told.mean() < -25 < told.mean() < -10  # a random pair has -79.5
