@@ -16,7 +16,8 @@ for script in ippo mappo coppo; do
     for task in simple_spread_v3 simple_speaker_listener_v4 simple_reference_v3; do
         run $script 5 mpe/$task runs/mappo_$task --total-timesteps 400000
     done
-    run $script 5 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging --total-timesteps 400000
+    # episodes of 50 steps whose only reward is at their end: smaller rollouts and a higher discount
+    run $script 5 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging --total-timesteps 400000 --num-envs 32 --num-steps 50 --gamma 0.99
 done
 # predators and prey have nothing in common to share; the curve is that of a predator
 for script in ippo mappo coppo; do
