@@ -157,8 +157,10 @@ def draw(data: pd.DataFrame, tag: str, lines: list[str], out: Path) -> None:
             runs = drawn[(drawn.env_id == env_id) & (drawn.script == script)]
             if not runs.empty:
                 grid, mean, low, high = curve(runs)
-                axis.plot(grid, mean, color=f"C{number}", label=f"{script} ({runs.seed.nunique()} seeds)")
-                axis.fill_between(grid, low, high, color=f"C{number}", alpha=0.25, linewidth=0)
+                seeds = runs.seed.nunique()
+                axis.plot(grid, mean, color=f"C{number}", label=f"{script} ({seeds} seed{'s' if seeds > 1 else ''})")
+                if seeds > 1:
+                    axis.fill_between(grid, low, high, color=f"C{number}", alpha=0.25, linewidth=0)
         for line in lines:
             name, _, value = line.rpartition("=")
             panel, _, label = name.rpartition(":")
@@ -167,7 +169,7 @@ def draw(data: pd.DataFrame, tag: str, lines: list[str], out: Path) -> None:
                 axis.annotate(label, (0.99, float(value)), xycoords=("axes fraction", "data"), ha="right", va="bottom")
         axis.set(title=env_id, xlabel="environment steps", ylabel=tag)
         axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 5))
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))  # below, clear of the curves
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(f"{out}.svg", metadata={"Date": None})
     figure.savefig(f"{out}.png", dpi=100)
