@@ -133,9 +133,9 @@ def final_table(data: pd.DataFrame) -> str:
         cells = [env_id, script, str(len(seeds)), str(max(run.step.max() for run in seeds))]
         for values in results:
             mean, low, high = (end[0] for end in interval(np.array(values, np.float64)[:, None]))
-            cells.append(
-                "" if np.isnan(mean) else f"{mean:.1f}" if np.isnan(low) else f"{mean:.1f} [{low:.1f}, {high:.1f}]"
-            )
+            digits = 1 if abs(mean) >= 10 else 2
+            mean, low, high = (f"{x:.{digits}f}" for x in (mean, low, high))
+            cells.append("" if mean == "nan" else mean if low == "nan" else f"{mean} [{low}, {high}]")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
