@@ -34,7 +34,7 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete.py" --env
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete_mask.py" --env-ids Cleaner-v0 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_multidiscrete -- --total-timesteps 1000000
 $PYTHON benchmark/plot.py runs/ppo_multidiscrete --out docs/results/ppo_multidiscrete_cleaner \
-    --line random=0.5 "random, masked=1.4"
+    --line random=0.5
 
 # Connect Four against itself: the curve is the Elo of the matches
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids ConnectFour-v1 --num-seeds 1 \
