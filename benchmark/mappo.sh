@@ -46,3 +46,11 @@ for script in ippo_continuous_action mappo_continuous_action; do
 done
 plot continuous_action_spread --line random=-75.5
 plot continuous_action_multiwalker
+
+# SMAClite, if it is there (docs/environments.md): 100 steps a second; every battle begins alike, and rollouts are small
+if $PYTHON -c "import smaclite" 2>/dev/null; then
+    for script in mappo coppo ippo; do
+        run $script 3 smaclite/3m runs/mappo_smaclite_3m --total-timesteps 30000 --num-envs 8 --num-steps 50 --gamma 0.99
+    done
+    plot smaclite_3m --tag rollout/battle_won
+fi
