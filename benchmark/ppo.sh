@@ -45,6 +45,12 @@ $PYTHON benchmark/plot.py runs/ppo_selfplay --tag eval/elo --out docs/results/pp
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
     --workers 1 --runs-dir runs/ppo_atari_envpool_pong -- \
     --total-timesteps 4000000 --clip-coef 0.2 --num-envs 16 --num-minibatches 8 --update-epochs 3
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 1 \
+    --workers 1 --runs-dir runs/ppo_atari_envpool_breakout -- \
+    --total-timesteps 1000000 --clip-coef 0.2 --num-envs 16 --num-minibatches 8 --update-epochs 3
+$PYTHON benchmark/plot.py runs/ppo_atari_envpool_pong --out docs/results/ppo_atari_envpool_pong \
+    --line random=-20.7 "write-up, 10M=20.6"
+$PYTHON benchmark/plot.py runs/ppo_atari_envpool_breakout --out docs/results/ppo_atari_envpool_breakout --line random=1.2
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_atari_envpool
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari.py" --env-ids ALE/Breakout-v5 --num-seeds 3 \
