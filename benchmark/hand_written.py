@@ -34,8 +34,8 @@ def plan(velocity: np.ndarray, way: np.ndarray) -> np.ndarray:
     forces = ACTIONS[PLANS]  # (P, HORIZON, 2)
     velocity, way, cost = velocity[:, None], way[:, None], 0.0
     for t in range(HORIZON + COASTING):
-        velocity = velocity * DAMPING + (forces[:, t] * DT if t < HORIZON else 0)  # (N, P, 2)
-        way = way - velocity * DT
+        way = way - velocity * DT  # (N, P, 2): a force moves nothing before the next step
+        velocity = velocity * DAMPING + (forces[:, t] * DT if t < HORIZON else 0)
         cost = cost + np.square(way).sum(-1)
     return PLANS[cost.argmin(1), 0]
 

@@ -364,3 +364,15 @@ def test_hand_written_listener_goes_where_the_speaker_knows():
     told, not_told = (hand_written.play(hand_written.Args(num_episodes=256), told) for told in (True, False))
     assert told.shape == (256,)
     assert -40 < not_told.mean() < -25 < told.mean() < -10  # a random pair has -79.5
+
+
+def test_hand_written_listener_knows_the_physics():
+    envs = hand_written.make("mpe/simple_speaker_listener_v4", 5)
+    obs, _ = envs.reset(seed=1)
+    action = np.stack([np.zeros(5, int), np.arange(5)], axis=1)
+    for _ in range(3):
+        before, (obs, *_) = obs, envs.step(action)
+        velocity = before[:, 1, :2] * hand_written.DAMPING + hand_written.ACTIONS * hand_written.DT
+        np.testing.assert_allclose(obs[:, 1, :2], velocity, atol=1e-6)
+        way, way_before = obs[:, 1, 2:4], before[:, 1, 2:4]
+        np.testing.assert_allclose(way, way_before - before[:, 1, :2] * hand_written.DT, atol=1e-6)
