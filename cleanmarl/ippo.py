@@ -472,16 +472,8 @@ def check_args(args: Args) -> None:
 def check_per_agent(args: Args, num_agents: int) -> None:
     """Check the lengths of the settings that are given once or per agent."""
     of_rewards = ["gamma", "gae_lambda", "reward_scale"]
-    of_networks = [
-        "learning_rate",
-        "lr_schedule",
-        "update_epochs",
-        "clip_coef",
-        "value_clip_coef",
-        "ent_coef",
-        "vf_coef",
-    ]
-    of_networks += ["max_grad_norm", "target_kl"]
+    of_networks = ["learning_rate", "lr_schedule", "update_epochs", "clip_coef", "value_clip_coef", "ent_coef"]
+    of_networks += ["vf_coef", "max_grad_norm", "target_kl"]
     for name in of_rewards + of_networks:
         flag, length = f"--{name.replace('_', '-')}", len(getattr(args, name))
         check(length in (1, num_agents), f"{flag} takes one value or one for each of {num_agents} agents, not {length}")
