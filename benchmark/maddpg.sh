@@ -9,6 +9,13 @@ for task in simple_spread_v3 simple_speaker_listener_v4 simple_adversary_v3; do
     $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids "mpe/$task" --runs-dir "runs/maddpg_multienvs_$task" -- --total-timesteps 400000
 done
+# sparse rewards: with the defaults, and with rewards normalised by those in the buffer
+for flags in "" --normalize-reward; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
+        --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_multienvs_foraging -- --total-timesteps 400000 $flags
+done
+$PYTHON benchmark/plot.py runs/maddpg_multienvs_foraging --group-by normalize_reward \
+    --out docs/results/maddpg_multienvs_foraging --line random=0.003
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_spread_v3 --out docs/results/maddpg_multienvs_simple_spread \
     --line random=-79.3 "CleanMARL (200k steps)=-68.7"
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_speaker_listener_v4 \

@@ -57,5 +57,6 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari.py" --env-ids ALE
     --workers "$WORKERS" --runs-dir runs/ppo_atari
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_lstm.py" --env-ids ALE/Breakout-v5 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_atari_lstm
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo_procgen.py" --env-ids StarpilotEasy-v0 --num-seeds 3 \
-    --workers "$WORKERS" --runs-dir runs/ppo_procgen -- --total-timesteps 1000000
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_procgen.py" --env-ids StarpilotEasy-v0 --num-seeds 1 \
+    --workers 1 --runs-dir runs/ppo_procgen_starpilot -- --total-timesteps 1000000
+$PYTHON benchmark/plot.py runs/ppo_procgen_starpilot --out docs/results/ppo_procgen_starpilot --line random=1.55
