@@ -12,7 +12,7 @@ $PYTHON benchmark/matrix_games.py --out docs/results --seeds 30 --workers "$WORK
 # of clipped steps; but the 3,200 steps of a rollout are 32 x 100 instead of 8 x 400, which takes half the time (a battle
 # lasts 101 steps at most)
 common=(--gamma 0.99 --num-envs 32 --total-timesteps 300000)
-clipped=(--cell gru --gae-lambda 0.9 --num-steps 100 --num-minibatches 1 --learning-rate 5e-4)
+clipped=(--gae-lambda 0.9 --num-steps 100 --num-minibatches 1 --learning-rate 5e-4)
 for task in 3m 2s3z 3s5z; do
     epochs=10
     if [ $task = 2s3z ]; then epochs=15; fi
@@ -22,7 +22,7 @@ for task in 3m 2s3z 3s5z; do
     }
     run coppo_lstm --num-steps 100 --update-epochs $epochs
     run mappo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
-    run ippo_lstm --update-epochs $epochs "${clipped[@]}" --share-parameters --lr-schedule constant \
+    run ippo_lstm --update-epochs $epochs "${clipped[@]}" --cell gru --share-parameters --lr-schedule constant \
         --value-clip-coef 0.2 --ent-coef 0.01 --max-grad-norm 10
     run coma --num-steps 50  # its actor takes one step a rollout, and has no memory
     $PYTHON benchmark/plot.py "runs/coppo_lstm_$task" --tag rollout/battle_won \

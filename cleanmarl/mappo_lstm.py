@@ -1,13 +1,14 @@
-"""MAPPO as in mappo.py, but policies and critics remember: a recurrent layer (LSTM or GRU) follows the first one.
+"""MAPPO as in mappo.py, but policies and critics remember: a GRU follows their two layers.
 
 Only training is centralised: an agent's critic gets the global state beside the agent's own observation. By default one
 actor and one critic serve all agents, who are told apart by a one-hot id; with --no-share-parameters every agent has
 its own, stacked, weight (A, in, out). Critics predict normalised returns (PopArt), with a Huber loss. Death masking:
 the critic of a dead agent sees zeros (and the id), and what its team earns after its death still counts for it.
 
-The memory of an agent and that of its critic are empty at the start of an episode. Training replays whole sequences
-from the memories with which the rollout began, so that the policy that learns remembers what the policy that acted
-remembered; minibatches are the sequences of some environments, with all their agents.
+Two layers with ReLU, a GRU and an output layer, 64 units each. The memory of an agent and that of its critic are empty
+at the start of an episode. Training replays whole sequences from the memories with which the rollout began, so that the
+policy that learns remembers what the policy that acted remembered; minibatches are the sequences of some environments,
+with all their agents.
 
 Papers: Yu et al. 2021 (arXiv:2103.01955); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
 Parents: mappo.py; its memory is that of ippo_lstm.py. An agent's reward is the one its environment gives it.
@@ -15,7 +16,7 @@ Parents: mappo.py; its memory is that of ippo_lstm.py. An agent's reward is the 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,10 +59,8 @@ class Args:
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    cell: Literal["lstm", "gru"] = "lstm"
-    """recurrent layer of policies and critics"""
     hidden_dim: int = 64
-    """units of the first layer, and of the recurrent one"""
+    """units of each of the two first layers, and of the recurrent one"""
     learning_rate: float = 7e-4
     """learning rate of the actors' Adam"""
     critic_learning_rate: float = 7e-4
@@ -121,29 +120,19 @@ class StackedLinear(nn.Module):
 
 
 class RecurrentNetwork(nn.Module):
-    """M networks: a tanh layer, the two parts of a recurrent layer's gates, and the output; Agent.run runs them."""
+    """M networks: two ReLU layers, the two parts of a recurrent layer's gates, and the output; Agent.run runs them."""
 
-    def __init__(self, num_networks: int, size_in: int, hidden: int, num_gates: int, size_out: int, std: float):
+    def __init__(self, num_networks: int, size_in: int, hidden: int, size_out: int, std: float):
         super().__init__()
-        self.encoder = StackedLinear(num_networks, size_in, hidden)
+        self.encoder1 = StackedLinear(num_networks, size_in, hidden)
+        self.encoder2 = StackedLinear(num_networks, hidden, hidden)
         # detail lstm-1: orthogonal weights of scale 1, biases 0
-        self.input = StackedLinear(num_networks, hidden, num_gates * hidden, std=1.0)
-        self.memory = StackedLinear(num_networks, hidden, num_gates * hidden, std=1.0)
+        self.input = StackedLinear(num_networks, hidden, 3 * hidden, std=1.0)
+        self.memory = StackedLinear(num_networks, hidden, 3 * hidden, std=1.0)
         self.head = StackedLinear(num_networks, hidden, size_out, std)
 
 
-def lstm(x, memory, state, sigmoid, tanh, chunk, concatenate):
-    """The state after a step, (M, B, 2H): the output and the cell; x, memory: (M, B, 4H), the two parts of its gates.
-
-    Equations and order of the gates as in torch.nn.LSTM (Hochreiter and Schmidhuber 1997); tensors, or NumPy arrays.
-    """
-    _, cell = chunk(state, 2, -1)
-    write, keep, new, show = chunk(x + memory, 4, -1)
-    cell = sigmoid(keep) * cell + sigmoid(write) * tanh(new)
-    return concatenate([sigmoid(show) * tanh(cell), cell], -1)
-
-
-def gru(x, memory, state, sigmoid, tanh, chunk, concatenate):
+def gru(x, memory, state, sigmoid, tanh, chunk):
     """The state after a step, (M, B, H): the output; x, memory: (M, B, 3H), the two parts of its gates.
 
     Equations and order of the gates as in torch.nn.GRU (Cho et al. 2014); tensors, or NumPy arrays.
@@ -153,9 +142,8 @@ def gru(x, memory, state, sigmoid, tanh, chunk, concatenate):
     return new + sigmoid(x_keep + m_keep) * (state - new)
 
 
-CELLS = {"lstm": (lstm, 4, 2), "gru": (gru, 3, 1)}  # function, number of gates, size of the state in units of H
-TORCH = torch.sigmoid, torch.tanh, torch.chunk, torch.cat
-NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, np.split, np.concatenate
+TORCH = torch.sigmoid, torch.tanh, torch.chunk
+NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, np.split
 
 
 class PopArt(nn.Module):
@@ -208,12 +196,9 @@ class Agent(nn.Module):
         self.ids = np.eye(self.num_agents, dtype=np.float32)
         num_networks = 1 if self.shared else self.num_agents
         obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
-        num_actions, hidden = int(envs.action_sizes.max()), args.hidden_dim
-        self.cell, num_gates, memory_size = CELLS[args.cell]
-        self.hidden, self.memory_size = hidden, memory_size * hidden
-        critic_size = envs.state_size + obs_size
-        self.actor = RecurrentNetwork(num_networks, obs_size, hidden, num_gates, num_actions, std=0.01)
-        self.critic = RecurrentNetwork(num_networks, critic_size, hidden, num_gates, 1, std=1.0)
+        num_actions, self.hidden = int(envs.action_sizes.max()), args.hidden_dim
+        self.actor = RecurrentNetwork(num_networks, obs_size, self.hidden, num_actions, std=0.01)
+        self.critic = RecurrentNetwork(num_networks, envs.state_size + obs_size, self.hidden, 1, std=1.0)
         self.value_stats = PopArt(num_networks) if args.normalize_value else None
 
     def by_network(self, x):
@@ -241,7 +226,7 @@ class Agent(nn.Module):
 
     def first_memory(self, num_envs: int) -> torch.Tensor:
         # detail lstm-2: the memory is 0 at first
-        return torch.zeros(num_envs, self.num_agents, self.memory_size, device=self.actor.head.weight.device)
+        return torch.zeros(num_envs, self.num_agents, self.hidden, device=self.actor.head.weight.device)
 
     def run(self, network: RecurrentNetwork, features: torch.Tensor, memory: torch.Tensor, done: torch.Tensor):
         """Run the actors or the critics over T steps, from `memory` (N, A, H), forgotten after steps in done (T, N, A).
@@ -251,15 +236,16 @@ class Agent(nn.Module):
         """
         T, N = features.shape[:2]
         x = self.by_network(features.flatten(0, 1))  # (M, T * B, D)
-        x = network.input(torch.tanh(network.encoder(x))).unflatten(1, (T, -1))
+        x = network.encoder2(network.encoder1(x).relu()).relu()
+        x = network.input(x).unflatten(1, (T, -1))
         # detail lstm-3: the memory is 0 again after an episode's end
         keep = 1 - self.by_network(done.flatten(0, 1)).unflatten(1, (T, -1))[..., None]
         memory, memories = self.by_network(memory), []
         for now, kept in zip(x.unbind(1), keep.unbind(1)):
-            memories.append(self.cell(now, network.memory(memory[..., : self.hidden]), memory, *TORCH))
+            memories.append(gru(now, network.memory(memory), memory, *TORCH))
             memory = memories[-1] * kept
         memories = torch.stack(memories, 1).flatten(1, 2)  # (M, T * B, H)
-        output = self.by_agent(network.head(memories[..., : self.hidden])).unflatten(0, (T, N))
+        output = self.by_agent(network.head(memories)).unflatten(0, (T, N))
         return output, self.by_agent(memories).unflatten(0, (T, N)), self.by_agent(memory)
 
     def denormalize(self, value: torch.Tensor) -> torch.Tensor:
@@ -272,13 +258,13 @@ def numpy_actor(agent: Agent):
 
     For the few rows of one step it takes a quarter of torch's time, most of which is not arithmetic.
     """
-    w1, b1, w2, b2, w3, b3, w4, b4 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
+    w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
 
     def actor(features: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         x, memory = agent.by_network(features), agent.by_network(memory)
-        inputs, gates = np.tanh(x @ w1 + b1) @ w2 + b2, memory[..., : agent.hidden] @ w3 + b3
-        memory = agent.cell(inputs, gates, memory, *NUMPY)
-        return agent.by_agent(memory[..., : agent.hidden] @ w4 + b4), agent.by_agent(memory)
+        x = np.maximum(np.maximum(x @ w1 + b1, 0) @ w2 + b2, 0)
+        memory = gru(x @ w3 + b3, memory @ w4 + b4, memory, *NUMPY)
+        return agent.by_agent(memory @ w5 + b5), agent.by_agent(memory)
 
     return actor
 

@@ -1,4 +1,4 @@
-"""mappo_lstm.py: cells against torch's, replay across ends and rollouts, whole sequences, the centralised critic.
+"""mappo_lstm.py: the network against torch's GRU, replay across ends and rollouts, whole sequences, the critics.
 
 `# proves NAME` above a test: it fails when that detail is taken out of the script.
 """
@@ -126,7 +126,7 @@ def collected(args, rollouts=1):
 class Alone(nn.Module):
     """Network i of a stack as an ordinary one, with torch's own recurrent layer."""
 
-    def __init__(self, cell, stack, i):
+    def __init__(self, stack, i):
         super().__init__()
 
         def linear(layer):
@@ -134,9 +134,9 @@ class Alone(nn.Module):
             copy.weight.data, copy.bias.data = layer.weight[i].T.detach().clone(), layer.bias[i, 0].detach().clone()
             return copy
 
-        hidden = stack.encoder.weight.shape[2]
-        self.encoder, self.head = linear(stack.encoder), linear(stack.head)
-        self.rnn = {"lstm": nn.LSTM, "gru": nn.GRU}[cell](hidden, hidden)
+        hidden = stack.encoder1.weight.shape[2]
+        self.encoder = nn.Sequential(linear(stack.encoder1), nn.ReLU(), linear(stack.encoder2), nn.ReLU())
+        self.head, self.rnn = linear(stack.head), nn.GRU(hidden, hidden)
         for name, layer in {"ih": linear(stack.input), "hh": linear(stack.memory)}.items():
             getattr(self.rnn, f"weight_{name}_l0").data = layer.weight.data
             getattr(self.rnn, f"bias_{name}_l0").data = layer.bias.data
@@ -145,33 +145,26 @@ class Alone(nn.Module):
         """One step at a time: features (T, B, D), done (T, B), memory (B, H) -> (T, B, K), memory after them."""
         outputs = []
         for t in range(len(features)):
-            x = torch.tanh(self.encoder(features[t]))[None]
-            if isinstance(self.rnn, nn.LSTM):
-                output, both = self.rnn(x, tuple(s[None].contiguous() for s in memory.chunk(2, -1)))
-                memory = torch.cat(both, -1)[0]
-            else:
-                output, memory = self.rnn(x, memory[None])
-                memory = memory[0]
+            output, memory = self.rnn(self.encoder(features[t])[None], memory[None])
             outputs.append(self.head(output[0]))
-            memory = memory * (1 - done[t])[:, None]
+            memory = memory[0] * (1 - done[t])[:, None]
         return torch.stack(outputs), memory
 
 
 # proves lstm-3
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_stacked_cells_are_those_of_torch_with_the_same_weights(cell, shared):
-    args = Args(cell=cell, hidden_dim=8, share_parameters=shared)
+def test_stacked_cells_are_those_of_torch_with_the_same_weights(shared):
+    args = Args(hidden_dim=8, share_parameters=shared)
     agent = make_agent(args, mappo_lstm.make_envs(args, 1)).double()
     T, N, A = 7, 4, 3
-    memory, done = torch.randn(N, A, agent.memory_size).double(), (torch.rand(T, N, A) < 0.3).double()
+    memory, done = torch.randn(N, A, agent.hidden).double(), (torch.rand(T, N, A) < 0.3).double()
     for stack in (agent.actor, agent.critic):
-        features = torch.randn(T, N, A, stack.encoder.weight.shape[1]).double()
+        features = torch.randn(T, N, A, stack.encoder1.weight.shape[1]).double()
         ours, memories, after = agent.run(stack, features, memory, done)
         gradient = torch.autograd.grad(ours.sum(), stack.memory.weight)[0]
         theirs = torch.zeros_like(gradient)
         for a in range(A):
-            network = Alone(cell, stack, 0 if shared else a).double()
+            network = Alone(stack, 0 if shared else a).double()
             output, their_after = network(features[:, :, a], done[:, :, a], memory[:, a])
             torch.testing.assert_close(ours[:, :, a], output, atol=1e-12, rtol=0)
             torch.testing.assert_close(after[:, a], their_after, atol=1e-12, rtol=0)
@@ -181,11 +174,10 @@ def test_stacked_cells_are_those_of_torch_with_the_same_weights(cell, shared):
 
 
 # proves lstm-3, lstm-5
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("env_id", [SPREAD, "toy"])
-def test_first_ratio_is_one_across_episode_ends_and_rollouts(env_id, shared, cell, toy):
-    args = Args(env_id=env_id, **SMALL, share_parameters=shared, cell=cell)
+def test_first_ratio_is_one_across_episode_ends_and_rollouts(env_id, shared, toy):
+    args = Args(env_id=env_id, **SMALL, share_parameters=shared)
     agent, (_, first), (_, second) = collected(args, rollouts=2)
     for batch in (first, second):
         assert batch.done[:-1].any() and batch.log_prob[batch.alive > 0].std() > 0.01
@@ -202,11 +194,10 @@ def test_first_ratio_is_one_across_episode_ends_and_rollouts(env_id, shared, cel
 
 
 # proves lstm-3
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_policy_that_plays_is_the_policy_that_learns(shared, cell, toy):
+def test_the_policy_that_plays_is_the_policy_that_learns(shared, toy):
     """Greedy actions of make_policy, step by step in NumPy, against the whole sequences in torch."""
-    args = Args(env_id=toy, **SMALL, share_parameters=shared, cell=cell)
+    args = Args(env_id=toy, **SMALL, share_parameters=shared)
     envs = mappo_lstm.make_envs(args, 4)
     agent = make_agent(args, envs)
     policy, done = mappo_lstm.make_policy(agent), np.ones(4, bool)
@@ -228,14 +219,13 @@ def test_the_policy_that_plays_is_the_policy_that_learns(shared, cell, toy):
 
 # proves lstm-1, lstm-2
 def test_recurrent_weights_are_orthogonal_biases_and_first_memories_zero():
-    for cell, gates, size in (("lstm", 4, 128), ("gru", 3, 64)):
-        args = Args(cell=cell, share_parameters=False)
-        agent = mappo_lstm.Agent(mappo_lstm.make_envs(args, 1), args)
-        for layer in (agent.actor.input, agent.actor.memory, agent.critic.input, agent.critic.memory):
-            assert layer.weight.shape == (3, 64, gates * 64) and not layer.bias.any()
-            for weight in layer.weight:
-                torch.testing.assert_close(weight @ weight.T, torch.eye(64), atol=1e-5, rtol=0)
-        assert agent.first_memory(5).shape == (5, 3, size) and not agent.first_memory(5).any()
+    args = Args(share_parameters=False)
+    agent = mappo_lstm.Agent(mappo_lstm.make_envs(args, 1), args)
+    for layer in (agent.actor.input, agent.actor.memory, agent.critic.input, agent.critic.memory):
+        assert layer.weight.shape == (3, 64, 3 * 64) and not layer.bias.any()
+        for weight in layer.weight:
+            torch.testing.assert_close(weight @ weight.T, torch.eye(64), atol=1e-5, rtol=0)
+    assert agent.first_memory(5).shape == (5, 3, 64) and not agent.first_memory(5).any()
 
 
 # proves lstm-4
@@ -260,14 +250,14 @@ def test_minibatches_are_whole_sequences_with_all_their_agents(monkeypatch):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(shared, toy):
-    """With lambda 0 a return is r + gamma V(next): V from torch's LSTM, run over one episode at a time."""
+    """With lambda 0 a return is r + gamma V(next): V from torch's GRU, run over one episode at a time."""
     args = Args(env_id=toy, **SMALL, share_parameters=shared, gamma=0.9, gae_lambda=0.0, normalize_value=False)
     envs = mappo_lstm.make_envs(args, 4)
     agent, rollout = make_agent(args, envs), make_rollout(args, envs)
     memories = agent.first_memory(4), agent.first_memory(4)
     next_obs, next_info = mappo_lstm.collect(agent, envs, envs.reset(), memories[0], rollout, args, Quiet())
     batch, _ = mappo_lstm.estimate(agent, rollout, memories, next_obs, next_info, args)
-    critics = [Alone("lstm", agent.critic, 0 if shared else a) for a in range(3)]
+    critics = [Alone(agent.critic, 0 if shared else a) for a in range(3)]
     for n in range(4):
         length = 5 + n
         for first in range(0, 40, length):
@@ -283,7 +273,7 @@ def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(sh
             features = torch.from_numpy(agent.critic_features(*seen))  # (steps, A, S + D)
             for a in range(3):
                 with torch.no_grad():
-                    value, _ = critics[a](features[:, a : a + 1], torch.zeros(len(features), 1), torch.zeros(1, 32))
+                    value, _ = critics[a](features[:, a : a + 1], torch.zeros(len(features), 1), torch.zeros(1, 16))
                 value = value[1:, 0, 0].numpy()
                 value = value if following else np.append(value, 0)
                 expected = 1 + np.arange(last - first) + 0.9 * value
@@ -325,10 +315,10 @@ def test_dead_agents_add_nothing_to_the_policy_and_critics_see_them_as_zeros(sha
     assert living.mean().abs() < 1e-5 and (living.std(correction=0) - 1).abs() < 1e-4
 
 
-@pytest.mark.parametrize("cell, shared", [("lstm", True), ("gru", False)])
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "toy"])
-def test_two_updates_that_two_seeds_repeat(env_id, shared, cell, toy, tmp_path):
-    args = Args(env_id=env_id, **SMALL, share_parameters=shared, cell=cell, runs_dir=str(tmp_path))
+def test_two_updates_that_two_seeds_repeat(env_id, shared, toy, tmp_path):
+    args = Args(env_id=env_id, **SMALL, share_parameters=shared, runs_dir=str(tmp_path))
     one, same = (load_checkpoint(mappo_lstm.main(args)) for _ in range(2))
     assert one["step"] == 320
     for key, value in one["modules"]["agent"].items():
