@@ -268,7 +268,7 @@ def draw(axis, x: np.ndarray, values: np.ndarray, label: str, rows: list, panel:
     mean, low, high = interval(values)
     color = axis.plot(x, mean, label=label)[0].get_color()
     axis.fill_between(x, low, high, alpha=0.2, linewidth=0, color=color)
-    rows += [f"{panel},{label},{a:g},{b:.6g},{c:.6g},{d:.6g}" for a, b, c, d in zip(x, mean, low, high)]
+    rows += [f'"{panel}",{label},{a:g},{b:.6g},{c:.6g},{d:.6g}' for a, b, c, d in zip(x, mean, low, high)]
 
 
 def binned(values: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_
 @dataclass
 class Args:
     seed: int = 1
-    """seed of the networks, the policies' samples, the minibatches and the environments"""
+    """seed of the networks, the policies' samples and the environments"""
     device: str = "cpu"
     """torch device: cpu, cuda, cuda:1, mps; small networks are fastest on the CPU"""
     torch_threads: int = 1
@@ -287,7 +287,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             run.log_episodes(info)
             cut = np.flatnonzero(truncation & ~termination)
             if len(cut):  # a truncated episode is not a terminated one: it would have gone on from the final state
-                final = info["final_state"][cut], info["final_obs"][cut], rollout.agent_mask[t, cut]
+                final = info["final_state"][cut], info["final_obs"][cut], info["final_agent_mask"][cut]
                 rollout.reward[t, cut] += args.gamma * bootstrap(agent, *final, info["final_action_mask"][cut])
     return obs, info
 

@@ -11,6 +11,7 @@ Paper: Wu et al. 2021 (arXiv:2111.04051). Parent: mappo.py, plus that objective,
 epsilon-greedy exploration, which the paper's matrix games use.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -392,7 +393,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             run.log_episodes(info)
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
-                final = info["final_state"][cut], info["final_obs"][cut], rollout.agent_mask[t, cut]
+                final = info["final_state"][cut], info["final_obs"][cut], info["final_agent_mask"][cut]
                 rollout.reward[t, cut] += args.gamma * bootstrap(agent, *final, info["final_action_mask"][cut])
     return obs, info
 
@@ -452,7 +453,8 @@ def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, 
     low, high = 1 - args.inner_clip_coef, 1 + args.inner_clip_coef
     product = (log_ratio.sum(1, keepdim=True) - log_ratio).exp()
     if args.clip_separately:
-        log_clipped = torch.clamp(log_ratio.exp(), low, high).log()
+        # in logarithms, so that rounding changes no product of ratios of which none is clipped
+        log_clipped = torch.clamp(log_ratio, *(math.log(x) if x > 0 else -math.inf for x in (low, high)))
         return product, (log_clipped.sum(1, keepdim=True) - log_clipped).exp()
     return product, torch.clamp(product, low, high)
 
@@ -513,7 +515,7 @@ def clipped_gradient(loss: torch.Tensor, network: nn.Module, max_norm: float) ->
 
 
 def stack_parameters(network: nn.Module) -> torch.Tensor:
-    """Put the parameters of the M networks of a stack into the rows of one tensor (M, P), which Adam steps at once.
+    """Put the parameters of the M networks of a stack into the rows of one tensor (M, P), for the optimizer.
 
     The network's parameters become views of it: what changes the rows changes the network.
     """

@@ -150,7 +150,7 @@ class Agent(nn.Module):
 
 
 def numpy_actor(agent: Agent):
-    """The actor of now as a NumPy function: for the few rows of one step it takes a tenth of torch's time."""
+    """The actor of now as a NumPy function: for the few rows of one step it takes a quarter of torch's time."""
     w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
     return lambda obs: np.tanh(np.tanh(obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
 
@@ -233,8 +233,9 @@ class Parameters:
         self.version, self.flat = np.frombuffer(memory, np.int64, 1), np.frombuffer(memory, np.float32, offset=8)
 
     def write(self, agent: Agent, version: int) -> None:
-        self.version[0] = -1
-        self.flat[:] = nn.utils.parameters_to_vector(agent.parameters()).detach().cpu().numpy()
+        flat = nn.utils.parameters_to_vector(agent.parameters()).detach().cpu().numpy()
+        self.version[0] = -1  # no version: they are being written
+        self.flat[:] = flat
         self.version[0] = version
 
     def read(self, agent: Agent) -> int:
@@ -244,6 +245,9 @@ class Parameters:
             if version >= 0 and version == self.version[0]:
                 nn.utils.vector_to_parameters(torch.from_numpy(flat), agent.parameters())
                 return int(version)
+            parent = multiprocessing.parent_process()
+            if parent is not None and not parent.is_alive():
+                raise SystemExit  # the learner was killed while it wrote
 
 
 def send(connection, message: int | str) -> None:

@@ -5,8 +5,8 @@ T steps; only the numbers of slots travel between the processes. The learner tak
 newer than those that acted, so V-trace weighs every step by the ratio of the two policies, clipped. With --num-actors 0
 one process does both in turn, and the run repeats exactly; with --deterministic a run with actors does so too.
 
-With a convolutional network most of the work is the learner's: without a GPU, and on a few cores, --num-actors 0 is
-fastest. Settings are the paper's for Atari: RMSProp on losses that are sums over the batch. It learns from lives and
+With a convolutional network most of the work is the learner's: without a GPU, more actors than one gain nothing.
+Settings are the paper's for Atari: RMSProp on losses that are sums over the batch. It learns from lives and
 the signs of rewards; the returns it reports are the scores of whole games.
 
 Paper: Espeholt et al. 2018 (arXiv:1802.01561).
@@ -33,7 +33,7 @@ import torch
 import torch.nn as nn
 
 from cleanmarl.envs.pool import EnvPool, envpool_spec
-from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
+from cleanmarl.run import Run, check, check_positive, find_device, keep_freed_memory, launch, seed_everything
 
 SLOTS_PER_ACTOR = 2  # one to fill while the other waits for the learner
 
@@ -272,8 +272,9 @@ class Parameters:
         self.version, self.flat = np.frombuffer(memory, np.int64, 1), np.frombuffer(memory, np.float32, offset=8)
 
     def write(self, agent: Agent, version: int) -> None:
-        self.version[0] = -1
-        self.flat[:] = torch.cat([p.detach().flatten() for p in agent.parameters()]).cpu().numpy()
+        flat = torch.cat([p.detach().flatten() for p in agent.parameters()]).cpu().numpy()
+        self.version[0] = -1  # no version: they are being written
+        self.flat[:] = flat
         self.version[0] = version
 
     def read(self, agent: Agent) -> int:
@@ -285,6 +286,9 @@ class Parameters:
                 for parameter, part in zip(agent.parameters(), parts):  # in place: the memory format stays
                     parameter.data.copy_(part.view_as(parameter))
                 return int(version)
+            parent = multiprocessing.parent_process()
+            if parent is not None and not parent.is_alive():
+                raise SystemExit  # the learner was killed while it wrote
 
 
 def send(connection, message: int | str) -> None:
@@ -304,6 +308,7 @@ def act(index: int, args: Args, step: int, connection, parameters_memory, slots_
     """The life of an actor process: fill the slots whose numbers come, and send the numbers back."""
     try:
         torch.set_num_threads(1)
+        keep_freed_memory()
         player = Player(args, index, step)
         agent, parameters = Agent(player.envs, args), Parameters(parameters_memory)
         slots = np.frombuffer(slots_memory, slot_dtype(player.envs, args))

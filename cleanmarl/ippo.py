@@ -297,7 +297,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             if args.time_limit_bootstrap and len(cut):
                 final_features = torch.from_numpy(agent.features(info["final_obs"][cut])).to(device)
                 final_value = agent.by_agent(agent.value(agent.normalize(final_features))).cpu().numpy()
-                rollout.reward[t, cut] += gamma * final_value * rollout.agent_mask[t, cut]
+                rollout.reward[t, cut] += gamma * final_value * info["final_agent_mask"][cut]
     return obs, info
 
 
@@ -374,7 +374,8 @@ def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) ->
     weight = batch.alive / batch.alive.sum(1, keepdim=True).clamp(min=1)
 
     log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1)
-    log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob
+    log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
+    log_ratio = (log_prob - batch.log_prob) * batch.alive  # 0 for dead agents: their ratio cannot overflow
     ratio = log_ratio.exp()
 
     advantage = batch.advantage
@@ -422,6 +423,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
     all_stats = []
     for epoch in range(max(args.update_epochs)):
         active &= epoch < np.array(args.update_epochs)
+        learning = active.copy()
         minibatches = [batch]
         if args.num_minibatches > 1:
             order = torch.randperm(batch_size, device=batch.action.device)
@@ -440,7 +442,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
             all_stats.append(stats)
         if "kl-adaptive" in args.lr_schedule:
             epoch_kl = torch.stack(all_stats[-args.num_minibatches :])[:, 3].mean(0)  # (M,)
-            adapt_learning_rate(optimizer, epoch_kl, args)
+            adapt_learning_rate(optimizer, epoch_kl, learning, args)
         if not active.any():
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
@@ -450,10 +452,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
     return metrics
 
 
-def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, args: Args) -> None:
-    """The kl-adaptive schedule: policies that move too far slow down 1.5 times, the others speed up."""
+def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, learning: np.ndarray, args: Args) -> None:
+    """The kl-adaptive schedule: policies that are learning slow down 1.5 times if they move too far, or speed up."""
     schedules = np.broadcast_to(args.lr_schedule, len(optimizer.param_groups))
-    for m in np.flatnonzero(schedules == "kl-adaptive"):
+    for m in np.flatnonzero((schedules == "kl-adaptive") & learning):
         group = optimizer.param_groups[m]
         if kl[m] > 2 * args.lr_kl_target:
             group["lr"] = max(group["lr"] / 1.5, 1e-6)
@@ -527,7 +529,7 @@ def main(args: Args) -> Path:
             batch = estimate(agent, rollout, now[0], args)
             metrics = {}
             at_random = run.step - steps_per_update < args.random_timesteps  # the rollout began so
-            if not at_random and run.step > args.learning_starts:
+            if not at_random and run.step >= args.learning_starts:
                 metrics = update(agent, optimizer, batch, settings, args)
                 metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
             if agent.obs_stats is not None:  # only now: the update needs the statistics that the rollout acted with

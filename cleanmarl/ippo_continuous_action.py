@@ -69,7 +69,7 @@ class Args:
     num_steps: int = 50
     """T, steps of each environment in one rollout"""
     gamma: tuple[float, ...] = (0.95,)
-    """discount factor, in [0, 1], per agent; for long episodes without --time-limit-bootstrap rather 0.99"""
+    """discount factor, in [0, 1], per agent; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
     gae_lambda: tuple[float, ...] = (0.95,)
     """lambda of GAE, in [0, 1], per agent"""
     num_minibatches: int = 2
@@ -110,7 +110,7 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
     """The environments of a run; UsageError if their actions are discrete."""
     envs = make(args.env_id, num_envs, **options)
     message = f"ippo_continuous_action.py needs continuous actions and those of {args.env_id} are discrete; try ippo.py"
-    message += f", or --env-id {args.env_id}?continuous_actions=True" if args.env_id.startswith("mpe/") else ""
+    message += ", or continuous_actions=True in the id" if args.env_id.startswith("mpe/") else ""
     check(envs.continuous, message)
     return envs
 
@@ -332,7 +332,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             if args.time_limit_bootstrap and len(cut):
                 final_features = torch.from_numpy(agent.features(info["final_obs"][cut])).to(device)
                 final_value = agent.by_agent(agent.value(agent.normalize(final_features))).cpu().numpy()
-                bootstrap[t, cut] = gamma * final_value * rollout.agent_mask[t, cut]
+                bootstrap[t, cut] = gamma * final_value * info["final_agent_mask"][cut]
     reward = rollout.reward
     if agent.return_stats is not None:
         reward = agent.scale_reward(reward, rollout.done, rollout.agent_mask, gamma)
@@ -461,6 +461,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
     all_stats = []
     for epoch in range(max(args.update_epochs)):
         active &= epoch < np.array(args.update_epochs)
+        learning = active.copy()
         minibatches = [batch]
         if args.num_minibatches > 1:
             order = torch.randperm(batch_size, device=batch.action.device)
@@ -479,7 +480,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
             all_stats.append(stats)
         if "kl-adaptive" in args.lr_schedule:
             epoch_kl = torch.stack(all_stats[-args.num_minibatches :])[:, 3].mean(0)  # (M,)
-            adapt_learning_rate(optimizer, epoch_kl, args)
+            adapt_learning_rate(optimizer, epoch_kl, learning, args)
         if not active.any():
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
@@ -489,10 +490,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
     return metrics
 
 
-def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, args: Args) -> None:
-    """The kl-adaptive schedule: policies that move too far slow down 1.5 times, the others speed up."""
+def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, learning: np.ndarray, args: Args) -> None:
+    """The kl-adaptive schedule: policies that are learning slow down 1.5 times if they move too far, or speed up."""
     schedules = np.broadcast_to(args.lr_schedule, len(optimizer.param_groups))
-    for m in np.flatnonzero(schedules == "kl-adaptive"):
+    for m in np.flatnonzero((schedules == "kl-adaptive") & learning):
         group = optimizer.param_groups[m]
         if kl[m] > 2 * args.lr_kl_target:
             group["lr"] = max(group["lr"] / 1.5, 1e-6)
@@ -566,7 +567,7 @@ def main(args: Args) -> Path:
             batch = estimate(agent, rollout, now[0], args)
             metrics = {}
             at_random = run.step - steps_per_update < args.random_timesteps  # the rollout began so
-            if not at_random and run.step > args.learning_starts:
+            if not at_random and run.step >= args.learning_starts:
                 metrics = update(agent, optimizer, batch, settings, args)
                 metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
             if agent.obs_stats is not None:  # only now: the update needs the statistics that the rollout acted with

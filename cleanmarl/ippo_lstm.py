@@ -72,7 +72,7 @@ class Args:
     num_steps: int = 25
     """T, steps of each environment in one rollout; gradients go back as far"""
     gamma: tuple[float, ...] = (0.95,)
-    """discount factor, in [0, 1], per agent; for long episodes without --time-limit-bootstrap rather 0.99"""
+    """discount factor, in [0, 1], per agent; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
     gae_lambda: tuple[float, ...] = (0.95,)
     """lambda of GAE, in [0, 1], per agent"""
     num_minibatches: int = 2
@@ -329,7 +329,7 @@ class Rollout(NamedTuple):
     action: np.ndarray  # (T, N, A) int64
     reward: np.ndarray  # (T, N, A) float32
     done: np.ndarray  # (T, N, A) bool, the episode ended or the agent died with this step
-    cut: np.ndarray  # (T, N) bool, the episode ended at a time limit, with final_obs
+    cut: np.ndarray  # (T, N, A) bool, alive when a time limit ended the episode, with final_obs
     final_obs: np.ndarray  # (T, N, A, D) float32, where cut
 
 
@@ -371,10 +371,11 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, state, rollout: Roll
         # Death ends an agent's own episode; at the end of the whole episode `info` is of the next one already.
         rollout.done[t] = done[:, None] | (rollout.agent_mask[t] & ~info["agent_mask"])
         state = forget(agent, state, rollout.done[t])
-        rollout.cut[t] = truncation & ~termination & args.time_limit_bootstrap
+        rollout.cut[t] = False
         if "_episode" in info:
             run.log_episodes(info)
-            rollout.final_obs[t, rollout.cut[t]] = info["final_obs"][rollout.cut[t]]
+            cut = truncation & ~termination & args.time_limit_bootstrap
+            rollout.cut[t, cut], rollout.final_obs[t, cut] = info["final_agent_mask"][cut], info["final_obs"][cut]
     return obs, info
 
 
@@ -423,10 +424,10 @@ def estimate(agent: Agent, rollout: Rollout, state: torch.Tensor, next_obs: np.n
     next_value = value_of(next_obs, next_state)
     gamma, gae_lambda = np.array(args.gamma), np.array(args.gae_lambda)
     reward = rollout.reward.copy()
-    t, n = np.nonzero(rollout.cut)
+    t, n = np.nonzero(rollout.cut.any(-1))
     if len(t):
         final_state = states.unflatten(2, (N, -1))[:, t, n].flatten(1, 2)
-        reward[t, n] += gamma * value_of(rollout.final_obs[t, n], final_state) * rollout.agent_mask[t, n]
+        reward[t, n] += gamma * value_of(rollout.final_obs[t, n], final_state) * rollout.cut[t, n]
     advantage = gae(reward, by_agent(value), next_value, rollout.done, gamma, gae_lambda)
     advantage = by_network(advantage.astype(np.float32))
     return_ = advantage + value
@@ -470,7 +471,8 @@ def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) ->
     # detail lstm-5: the states are replayed from the one before the rollout
     logits, new_value, _, _ = agent(batch.features, batch.state[:, 0], batch.done)
     log_probs = logits.masked_fill(~batch.action_mask, -1e8).log_softmax(-1)
-    log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob
+    log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
+    log_ratio = (log_prob - batch.log_prob) * batch.alive  # 0 for dead agents: their ratio cannot overflow
     ratio = log_ratio.exp()
 
     advantage = batch.advantage
@@ -517,6 +519,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
     all_stats = []
     for epoch in range(max(args.update_epochs)):
         active &= epoch < np.array(args.update_epochs)
+        learning = active.copy()
         minibatches = [batch]
         if args.num_minibatches > 1:
             # detail lstm-4: minibatches are whole sequences of some environments, in random order
@@ -536,7 +539,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
             all_stats.append(stats)
         if "kl-adaptive" in args.lr_schedule:
             epoch_kl = torch.stack(all_stats[-args.num_minibatches :])[:, 3].mean(0)  # (M,)
-            adapt_learning_rate(optimizer, epoch_kl, args)
+            adapt_learning_rate(optimizer, epoch_kl, learning, args)
         if not active.any():
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
@@ -546,10 +549,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
     return metrics
 
 
-def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, args: Args) -> None:
-    """The kl-adaptive schedule: policies that move too far slow down 1.5 times, the others speed up."""
+def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, learning: np.ndarray, args: Args) -> None:
+    """The kl-adaptive schedule: policies that are learning slow down 1.5 times if they move too far, or speed up."""
     schedules = np.broadcast_to(args.lr_schedule, len(optimizer.param_groups))
-    for m in np.flatnonzero(schedules == "kl-adaptive"):
+    for m in np.flatnonzero((schedules == "kl-adaptive") & learning):
         group = optimizer.param_groups[m]
         if kl[m] > 2 * args.lr_kl_target:
             group["lr"] = max(group["lr"] / 1.5, 1e-6)
@@ -608,7 +611,7 @@ def main(args: Args) -> Path:
         action=np.zeros((T, N, A), np.int64),
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
-        cut=np.zeros((T, N), bool),
+        cut=np.zeros((T, N, A), bool),
         final_obs=np.zeros((T, N, A, D), np.float32),
     )
 
@@ -626,7 +629,7 @@ def main(args: Args) -> Path:
             batch, state = estimate(agent, rollout, state, now[0], args)
             metrics = {}
             at_random = run.step - steps_per_update < args.random_timesteps  # the rollout began so
-            if not at_random and run.step > args.learning_starts:
+            if not at_random and run.step >= args.learning_starts:
                 metrics = update(agent, optimizer, batch, settings, args)
                 metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
             if agent.obs_stats is not None:  # only now: the update needs the statistics that the rollout acted with

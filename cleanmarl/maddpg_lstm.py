@@ -114,7 +114,7 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
 def have_shared_reward(envs: MultiAgentVectorEnv, seed: int, num_steps: int = 400) -> bool:
     """Whether all living agents earn the same at each of `num_steps` random steps; False too if nobody earns anything.
 
-    A guess that errs on the safe side: critics of their own are right for a shared reward as well.
+    A guess that errs on the safe side: critics of their own suit a shared reward too, unless agents die before its end.
     """
     rng = np.random.default_rng(seed)
     _, info = envs.reset(seed=seed)
@@ -307,6 +307,7 @@ class Buffer:
 
         self.episodes, self.playing = allocate(args.buffer_size), allocate(envs.num_envs)
         self.lengths = np.zeros(args.buffer_size, np.int64)
+        self.reward_moments = np.zeros((args.buffer_size, 3, A if args.individual_critics else 1))
         self.size = self.next = 0  # number of episodes, and where the next one goes: in place of the oldest
         self.rows, self.t = np.arange(envs.num_envs), np.zeros(envs.num_envs, np.int64)
 
@@ -333,10 +334,11 @@ class Buffer:
             last = (i, self.t[i])
             self.playing.obs[last], self.playing.state[last] = next_info["final_obs"][i], next_info["final_state"][i]
             self.playing.action_mask[last] = next_info["final_action_mask"][i]
-            self.playing.agent_mask[last] = info["agent_mask"][i] & ~termination[i]
+            self.playing.agent_mask[last] = next_info["final_agent_mask"][i] & ~termination[i]
             for array, values in zip(self.episodes, self.playing):
                 array[self.next, : self.t[i] + 1] = values[i, : self.t[i] + 1]
             self.lengths[self.next] = self.t[i]
+            self.reward_moments[self.next] = self.moments(slice(self.next, self.next + 1))[0]
             self.size = max(self.size, self.next + 1)
             self.next = (self.next + 1) % len(self.lengths)
             self.t[i] = 0
@@ -362,18 +364,20 @@ class Buffer:
         floats = (x.astype(np.float32) for x in (alive, reward, weight, goes_on))
         return Batch(*(torch.from_numpy(x).to(device) for x in (obs, state, action_mask, one_hot, *floats)))
 
-    def reward_statistics(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and deviation (M,) of the rewards in the buffer, as the critics see them."""
-        alive = self.episodes.agent_mask[: self.size] & self.mask()[..., None]
-        reward = self.episodes.reward[: self.size]
+    def moments(self, index: slice) -> np.ndarray:
+        """Count, sum and sum of squares (R, 3, M) of the rewards in episodes of the buffer, as the critics see them."""
+        steps = np.arange(self.episodes.obs.shape[1]) < self.lengths[index, None]
+        alive = self.episodes.agent_mask[index] & steps[..., None]
+        reward = self.episodes.reward[index].astype(np.float64)
         if not self.individual_critics:
             reward, alive = mean_of_living(reward, alive), alive.any(-1, keepdims=True)
-        mean = reward.mean((0, 1), where=alive)
-        return mean, reward.std((0, 1), where=alive)
+        return np.stack([(alive * reward**power).sum(1) for power in range(3)], axis=1)
 
-    def mask(self) -> np.ndarray:
-        """(size, L) True for steps, False for padding."""
-        return np.arange(self.episodes.obs.shape[1]) < self.lengths[: self.size, None]
+    def reward_statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and deviation (M,) of the rewards in the buffer, as the critics see them."""
+        count, total, squares = self.reward_moments[: self.size].sum(0)
+        mean = total / count.clip(1)
+        return mean, np.sqrt((squares / count.clip(1) - mean**2).clip(0))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What is filled, as tensors. The episodes being played are left out: a resumed run starts new ones."""
@@ -392,6 +396,7 @@ class Buffer:
         for key, array in self.episodes._asdict().items():
             array[: self.size, :num_rows] = filled[key]
         self.lengths[: self.size] = filled["lengths"]
+        self.reward_moments[: self.size] = self.moments(slice(self.size))
 
 
 def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
@@ -521,8 +526,7 @@ def main(args: Args) -> Path:
             if run.num_episodes % args.eval_steps == 0:
                 seed = args.seed + EVAL_SEED + run.num_episodes
                 run.write(evaluate(eval_envs, make_policy(agent), args.num_eval_ep, seed))
-            if run.num_episodes % args.log_every == 0 or run.step >= args.total_timesteps:
-                run.log(metrics)
+            run.log(metrics, run.num_episodes % args.log_every == 0 or run.step >= args.total_timesteps)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_eval_ep)
     envs.close()

@@ -308,7 +308,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             run.log_episodes(info)
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
-                final = info["final_state"][cut], info["final_obs"][cut], rollout.agent_mask[t, cut]
+                final = info["final_state"][cut], info["final_obs"][cut], info["final_agent_mask"][cut]
                 final_value = agent.value(*agent.critic_input(*final))
                 rollout.reward[t, cut] += args.gamma * final_value.cpu().numpy()
     return obs, info

@@ -104,7 +104,7 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
     message = (
         f"mappo_continuous_action.py needs continuous actions and those of {args.env_id} are discrete; try mappo.py"
     )
-    message += f", or --env-id {args.env_id}?continuous_actions=True" if args.env_id.startswith("mpe/") else ""
+    message += ", or continuous_actions=True in the id" if args.env_id.startswith("mpe/") else ""
     check(envs.continuous, message)
     return envs
 
@@ -369,7 +369,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             run.log_episodes(info)
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
-                final = info["final_state"][cut], info["final_obs"][cut], rollout.agent_mask[t, cut]
+                final = info["final_state"][cut], info["final_obs"][cut], info["final_agent_mask"][cut]
                 final_value = agent.value(*agent.critic_input(*final))
                 rollout.reward[t, cut] += args.gamma * final_value.cpu().numpy()
     return obs, info

@@ -300,7 +300,7 @@ class Rollout(NamedTuple):
     action: np.ndarray  # (T, N, A) int64
     reward: np.ndarray  # (T, N, A) float32
     done: np.ndarray  # (T, N, A) bool, the episode ended with this step
-    cut: np.ndarray  # (T, N) bool, it ended at a time limit, with final_obs and final_state
+    cut: np.ndarray  # (T, N, A) bool, alive when a time limit ended it, with final_obs and final_state
     final_obs: np.ndarray  # (T, N, A, D) float32, where cut
     final_state: np.ndarray  # (T, N, S) float32, where cut
 
@@ -342,9 +342,11 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, memory, rollout: Rol
         rollout.reward[t] = np.where(alive, reward, of_living)
         rollout.done[t] = (termination | truncation)[:, None]
         memory = memory * ~rollout.done[t, ..., None]
-        rollout.cut[t] = cut = truncation & ~termination & args.time_limit_bootstrap
+        rollout.cut[t] = False
         if "_episode" in info:
             run.log_episodes(info)
+            cut = truncation & ~termination & args.time_limit_bootstrap
+            rollout.cut[t, cut] = info["final_agent_mask"][cut]
             rollout.final_obs[t, cut], rollout.final_state[t, cut] = info["final_obs"][cut], info["final_state"][cut]
     return obs, info
 
@@ -397,9 +399,9 @@ def estimate(agent: Agent, rollout: Rollout, memories, next_obs: np.ndarray, nex
     value = agent.denormalize(value.squeeze(-1))
     next_value = value_of(next_info["state"], next_obs, next_info["agent_mask"], next_critic_memory)
     reward = rollout.reward.copy()
-    t, n = np.nonzero(rollout.cut)
+    t, n = np.nonzero(rollout.cut.any(-1))
     if len(t):
-        final = rollout.final_state[t, n], rollout.final_obs[t, n], rollout.agent_mask[t, n]
+        final = rollout.final_state[t, n], rollout.final_obs[t, n], rollout.cut[t, n]
         reward[t, n] += args.gamma * value_of(*final, critic_memories[t, n])
     advantage = gae(reward, value.cpu().numpy(), next_value, rollout.done, args.gamma, args.gae_lambda)
     advantage = to_tensor(advantage.astype(np.float32))
@@ -532,7 +534,7 @@ def main(args: Args) -> Path:
         action=np.zeros((T, N, A), np.int64),
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
-        cut=np.zeros((T, N), bool),
+        cut=np.zeros((T, N, A), bool),
         final_obs=np.zeros((T, N, A, D), np.float32),
         final_state=np.zeros((T, N, S), np.float32),
     )

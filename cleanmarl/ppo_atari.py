@@ -345,8 +345,8 @@ def main(args: Args) -> Path:
     check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
     check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     batch_size = args.num_envs * args.num_steps
-    message = f"num_envs * num_steps = {batch_size} is not divisible by --num-minibatches {args.num_minibatches}"
-    check(batch_size % args.num_minibatches == 0, message)
+    message = f"{batch_size} steps of a rollout must be a multiple (2+) of --num-minibatches {args.num_minibatches}"
+    check(batch_size % args.num_minibatches == 0 and batch_size > args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
     device = find_device(args.device)

@@ -100,7 +100,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     message = f"needs an Atari game, such as Breakout-v5, and {args.env_id} is none"
     check("episodic_life" in envpool_spec(args.env_id).config._fields, message)
     wrappers = {
-        "noop_max": 30,  # detail atari-1: 1 to 30 no-ops first
+        "noop_max": 30,  # detail atari-1: random no-ops first, at most 30
         "frame_skip": 4,  # detail atari-2: 4 frames per step, seen as the maximum of the last two
         "episodic_life": True,  # detail atari-3: a lost life ends the episode
         "use_fire_reset": True,  # detail atari-4: FIRE starts the game
@@ -308,8 +308,8 @@ def main(args: Args) -> Path:
     check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
     check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     batch_size = args.num_envs * args.num_steps
-    message = f"num_envs * num_steps = {batch_size} is not divisible by --num-minibatches {args.num_minibatches}"
-    check(batch_size % args.num_minibatches == 0, message)
+    message = f"{batch_size} steps of a rollout must be a multiple (2+) of --num-minibatches {args.num_minibatches}"
+    check(batch_size % args.num_minibatches == 0 and batch_size > args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
     device = find_device(args.device)

@@ -22,6 +22,7 @@ Tags such as `detail core-5` name the details; docs/details.md lists them with t
 
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -109,7 +110,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     message = f"needs an Atari game, such as Breakout-v5, and {args.env_id} is none"
     check("episodic_life" in envpool_spec(args.env_id).config._fields, message)
     wrappers = {
-        "noop_max": 30,  # detail atari-1: 1 to 30 no-ops first
+        "noop_max": 30,  # detail atari-1: random no-ops first, at most 30
         "frame_skip": 4,  # detail atari-2: 4 frames per step, seen as the maximum of the last two
         "episodic_life": True,  # detail atari-3: a lost life ends the episode
         "use_fire_reset": True,  # detail atari-4: FIRE starts the game
@@ -326,7 +327,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
 class Follower:
     """Where the first process has a Run, the others have this: it counts steps, and does nothing else."""
 
-    step, stop_signal, folder = 0, None, None
+    step, folder = 0, None
 
     def __enter__(self):
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -349,10 +350,8 @@ def main(args: Args) -> Path | None:
     check(args.num_envs % world_size == 0, message)
     batch_size = args.num_envs * args.num_steps
     share = batch_size // world_size
-    message = (
-        f"num_envs * num_steps of a process = {share} is not divisible by --num-minibatches {args.num_minibatches}"
-    )
-    check(share % args.num_minibatches == 0, message)
+    message = f"{share} steps of a process must be a multiple (2+) of --num-minibatches {args.num_minibatches}"
+    check(share % args.num_minibatches == 0 and share > args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
     device = find_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else args.device)
@@ -396,12 +395,15 @@ def main(args: Args) -> Path | None:
             batch = estimate(agent, rollout, obs, args)
             metrics = update(agent, optimizer, batch, clip_coef, args)
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
-            stop = torch.tensor([run.stop_signal is not None], dtype=torch.int32, device=device)
+            code = torch.zeros(1, dtype=torch.int32, device=device)
+            try:
+                run.log(metrics)
+            except SystemExit as stopped:  # a signal came, and the state is saved: the others are to end as well
+                code += stopped.code
             if world_size > 1:
-                dist.broadcast(stop, 0)
-            run.log(metrics)
-            if stop.item():
-                break
+                dist.broadcast(code, 0)
+            if code.item():
+                sys.exit(code.item())
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -118,13 +118,15 @@ class VectorObs(gym.vector.VectorWrapper):
 
 
 def to_vectors(space: gym.Space, obs) -> np.ndarray:
-    """Observations of N environments, arrays or dictionaries of them, as (N, D) float32; integers become one-hot."""
+    """Observations of N environments, arrays or dictionaries, as (N, D) float32; integers of a small range one-hot."""
     if isinstance(space, gym.spaces.Dict):
         return np.concatenate([to_vectors(space[key], part) for key, part in obs.items()], axis=1)
     if isinstance(space, gym.spaces.Discrete):
         obs = obs[..., None] == np.arange(space.start, space.start + space.n)
     elif isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.integer):
-        obs = obs[..., None] == np.arange(space.low.min(), space.high.max() + 1)
+        low, high = int(space.low.min()), int(space.high.max())
+        if high - low < 1000:  # else it is no choice among a few, and goes in as a number
+            obs = obs[..., None] == np.arange(low, high + 1)
     return obs.reshape(len(obs), -1).astype(np.float32)
 
 
@@ -327,8 +329,8 @@ def main(args: Args) -> Path:
     check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
     check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     batch_size = args.num_envs * args.num_steps
-    message = f"num_envs * num_steps = {batch_size} is not divisible by --num-minibatches {args.num_minibatches}"
-    check(batch_size % args.num_minibatches == 0, message)
+    message = f"{batch_size} steps of a rollout must be a multiple (2+) of --num-minibatches {args.num_minibatches}"
+    check(batch_size % args.num_minibatches == 0 and batch_size > args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
     device = find_device(args.device)

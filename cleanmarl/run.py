@@ -45,11 +45,12 @@ from tqdm import tqdm
 from cleanmarl.envs import EnvError, WorkerError
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
-EVAL_SEED = 1_000_000  # added to the seed, so that evaluation meets other episodes than training
+EVAL_SEED = 2**30  # added to the seed: training adds the step, so that evaluation meets other episodes
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
 # What may differ from the arguments of the run that --resume continues: nothing that changes the learning.
 RESUME_MAY_CHANGE = {"total_timesteps", "checkpoint_interval", "device", "torch_threads", "resume", "runs_dir"}
-RESUME_MAY_CHANGE |= {"track", "wandb_project_name", "wandb_entity", "capture_video", "eval_episodes", "num_workers"}
+RESUME_MAY_CHANGE |= {"track", "wandb_project_name", "wandb_entity", "capture_video", "eval_episodes"}
+RESUME_MAY_CHANGE |= {"num_workers", "address"}  # where it runs
 
 
 class UsageError(Exception):
@@ -337,9 +338,10 @@ class Run:
         if "battle_won" in info["episode"]:
             self.episodes["rollout/battle_won"] += info["episode"]["battle_won"][ended].tolist()
 
-    def log(self, metrics: dict[str, Any]) -> None:
+    def log(self, metrics: dict[str, Any], may_write: bool = True) -> None:
         """Once per update: check the losses, write a point of every curve if one is due, save if due, stop if asked to.
 
+        With may_write=False no point is due.
         Raises NonFiniteError if a metric whose name ends in `_loss` is not finite, SystemExit after SIGINT or SIGTERM.
         """
         metrics = {key: float(value) for key, value in metrics.items()}
@@ -352,8 +354,8 @@ class Run:
         total = self.args.total_timesteps
         is_last = self.step + (self.step - self.last_step) > total  # another update of this size would not fit
         self.last_step = self.step
-        is_due = self.step - self.last_point >= total // CURVE_POINTS
-        if is_due or is_last or self.stop_signal is not None:
+        is_due = is_last or self.step - self.last_point >= total // CURVE_POINTS
+        if (may_write and is_due) or self.stop_signal is not None:
             self.last_point = self.step
             episodes = {key: float(np.mean(values)) for key, values in self.episodes.items()}
             episodes["rollout/num_episodes"] = self.num_episodes
@@ -378,6 +380,7 @@ class Run:
     def evaluate(self, make_envs: Callable, policy: Callable, num_envs: int = 1) -> None:
         """Play --eval-episodes in `make_envs(args, num_envs)`, log the result; film one more if --capture-video."""
         args = self.args
+        self.save()  # an evaluation may take long, and training is done
         if args.eval_episodes > 0:
             envs = make_envs(args, num_envs)
             metrics = evaluate(envs, policy, args.eval_episodes, seed=args.seed + EVAL_SEED)

@@ -68,6 +68,13 @@ def refused(tmp_path, monkeypatch, capfd):
         ("ppo", "--env-id no_such_package:Game-v0", "unknown environment 'no_such_package:Game-v0'"),
         ("ippo", "--env-id mpe/simple_sprad_v3", "did you mean mpe/simple_spread_v3"),
         ("ippo", "--env-id pz/mpe2/simple_sprad_v3", "did you mean pz/mpe2/simple_spread_v3"),
+        ("ippo", "--env-id mpe/simple_spread_v3?N", "the options of an id are name=value, joined by &"),
+        ("ippo", "--env-id mpe/simple_spread_v3?continuous_actions=no", "must be True or False, not 'no'"),
+        (
+            "ippo_continuous_action",
+            "--env-id mpe/simple_spread_v3?continuous_actions=false",
+            "are discrete; try ippo.py",
+        ),
         ("ippo", "--env-id mpee/simple_spread_v3", "did you mean mpe/simple_spread_v3?"),
         ("ippo", "--env-id nowhere/nothing", "multi-agent ids are family/name"),
         ("ippo", "--env-id CartPole-v1", "multi-agent ids are family/name"),
@@ -75,7 +82,8 @@ def refused(tmp_path, monkeypatch, capfd):
         ("ppo", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box(-2.0, 2.0"),
         ("ppo", "--env-id Blackjack-v1", "needs Box or Discrete observations and Blackjack-v1 has Tuple("),
         # sizes
-        ("ppo", "--num-envs 3 --num-steps 5", "num_envs * num_steps = 15 is not divisible by --num-minibatches 4"),
+        ("ppo", "--num-envs 3 --num-steps 5", "15 steps of a rollout must be a multiple (2+) of --num-minibatches 4"),
+        ("ppo", "--num-minibatches 512", "512 steps of a rollout must be a multiple (2+) of --num-minibatches 512"),
         ("ippo", "--num-envs 3 --num-steps 5", "15 samples of a rollout are not divisible by --num-minibatches 2"),
         ("ippo", "--num-envs 1 --num-steps 1 --share-parameters", "3 samples of a rollout are not divisible"),
         ("ppo", "--total-timesteps 511", "--total-timesteps 511 is less than one rollout"),
@@ -132,8 +140,8 @@ def test_refused(script, flags, text, refused):
         ("ppo_multidiscrete_mask", "envpool", "--env-id Cleane-v0", "did you mean Cleaner-v0"),
         # sizes
         ("ppo_atari_lstm", "", "--num-envs 6", "--num-envs 6 is not divisible by --num-minibatches 4: a minibatch is"),
-        ("ppo_procgen", "", "--num-minibatches 7", "num_envs * num_steps = 16384 is not divisible by"),
-        ("ppo_multidiscrete", "", "--num-envs 3 --num-steps 5", "num_envs * num_steps = 15 is not divisible by"),
+        ("ppo_procgen", "", "--num-minibatches 7", "16384 steps of a rollout must be a multiple (2+) of"),
+        ("ppo_multidiscrete", "", "--num-envs 3 --num-steps 5", "15 steps of a rollout must be a multiple (2+) of"),
     ],
 )
 def test_refused_by_variants_of_ppo(script, package, flags, text, refused):

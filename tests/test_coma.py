@@ -58,6 +58,7 @@ class Toy(MultiAgentVectorEnv):
         obs, info = self._look()
         if ended.any():
             info["final_obs"], info["_final_obs"], info["final_state"] = final, ended, final_info["state"]
+            info["final_agent_mask"] = final_info["agent_mask"]
             info["final_action_mask"] = final_info["action_mask"]
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info

@@ -57,6 +57,7 @@ class Toy(MultiAgentVectorEnv):
         obs, info = self._look()
         if ended.any():
             info["final_obs"], info["_final_obs"], info["final_state"] = final, ended, final_info["state"]
+            info["final_agent_mask"] = final_info["agent_mask"]
             info["final_action_mask"] = final_info["action_mask"]
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
@@ -292,15 +293,18 @@ def test_independent_agents_step_in_turn_with_the_newest_ratios():
     assert max((a - b).abs().max() for a, b in zip(learn(False), in_turn)) > 1e-3
 
 
-def test_diagnostics_of_the_clips():
-    args = coppo.Args(**SMALL)
+@pytest.mark.parametrize("separately", [False, True])
+def test_diagnostics_of_the_clips(separately):
+    args = coppo.Args(**SMALL, clip_separately=separately)
     agent, _, _, batch = collected(args)
     batch, ratio = moved(agent, batch)
     _, (*_, outer_clipfrac, inner_clipfrac, product_var) = coppo.actor_loss(agent, batch, args)
-    product = np.stack([np.delete(ratio, i, axis=1).prod(1) for i in range(3)], axis=1)
+    others = np.stack([np.delete(ratio, i, axis=1) for i in range(3)], axis=1)  # (R, A, A - 1)
+    product = others.prod(2)
     assert product_var.item() == pytest.approx(product.var(), rel=1e-4)
-    assert inner_clipfrac.item() == pytest.approx((np.abs(product - 1) > 0.1).mean(), abs=1e-6)
-    inner = product.clip(0.9, 1.1) * ratio
+    is_clipped = (np.abs(others - 1) > 0.1).any(2) if separately else np.abs(product - 1) > 0.1
+    assert inner_clipfrac.item() == pytest.approx(is_clipped.mean(), abs=1e-6)
+    inner = (others.clip(0.9, 1.1).prod(2) if separately else product.clip(0.9, 1.1)) * ratio
     assert outer_clipfrac.item() == pytest.approx((np.abs(inner - 1) > 0.2).mean(), abs=2e-3)
     assert 0 < inner_clipfrac < 1 and 0 < outer_clipfrac < 1
 

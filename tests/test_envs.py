@@ -112,10 +112,11 @@ def test_contract(env_id, N, steps, options, random_starts):
         assert not (termination & truncation).any()
         assert not reward[~alive].any()
         check_seen(obs, info["state"], info["action_mask"], everyone)
-        alive = info["agent_mask"]
+        was_alive, alive = alive, info["agent_mask"]
         assert not obs[~alive].any() and alive.any(-1).all()
         done, returns, lengths = termination | truncation, returns + reward, lengths + 1
-        ended = ("final_obs", "final_state", "final_action_mask", "_final_obs", "episode", "_episode")
+        final = ("final_obs", "final_state", "final_action_mask", "final_agent_mask")
+        ended = (*final, "_final_obs", "episode", "_episode")
         assert {key in info for key in ended} == {bool(done.any())}
         if done.any():
             np.testing.assert_array_equal(info["_final_obs"], done)
@@ -123,8 +124,10 @@ def test_contract(env_id, N, steps, options, random_starts):
             check_seen(info["final_obs"], info["final_state"], info["final_action_mask"], done)
             np.testing.assert_array_equal(info["episode"]["l"], lengths * done)
             np.testing.assert_allclose(info["episode"]["r"], returns * done[:, None], rtol=1e-12, atol=1e-12)
-            for key in ("final_obs", "final_state", "final_action_mask"):  # of those who ended, and of nobody else
+            for key in final:  # of those who ended, and of nobody else
                 assert not info[key][~done].any()
+            assert not (info["final_agent_mask"] & ~was_alive).any()
+            assert info["final_agent_mask"][truncation].any(-1).all()
             assert info["final_state"][done].any(-1).all()  # observations may be of the dead
             time_limits |= {*lengths[truncation].tolist()}
             assert (info["episode"]["t"] >= 0).all() and (info["episode"]["t"][done] > 0).all()

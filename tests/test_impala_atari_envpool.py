@@ -209,11 +209,12 @@ def test_two_updates_resume_and_play(flags, tmp_path):
 
 def test_greedy_play_equals_the_evaluation_of_the_run(tmp_path):
     """With an LSTM, whose memory, last action and last reward play a part."""
-    flags = SMALL | {"env_id": "Breakout-v5", "lstm": True, "eval_episodes": 2, "runs_dir": str(tmp_path)}
+    flags = SMALL | {"env_id": "Breakout-v5", "lstm": True, "eval_episodes": 1, "runs_dir": str(tmp_path)}
     folder = impala.main(impala.Args(**flags))
     metrics = enjoy.main(enjoy.Args(folder, episodes=1, greedy=True, seed=1 + EVAL_SEED))
-    assert metrics["eval/ep_length"] > 0
-    assert learned(folder)["eval/ep_reward"][-1][0] == 32
+    of_run = {tag: points[-1][1] for tag, points in learned(folder).items() if tag.startswith("eval/")}
+    assert metrics["eval/ep_length"] == of_run["eval/ep_length"] > 0
+    assert metrics["eval/ep_reward"] == of_run["eval/ep_reward"]
 
 
 def test_policies_play_as_actors_do():

@@ -214,10 +214,11 @@ def test_runs_repeat_with_and_without_actors(tmp_path):
 
 
 def test_greedy_play_equals_the_evaluation_of_the_run(tmp_path):
-    folder = impala.main(impala.Args(**SMALL | {"eval_episodes": 2, "runs_dir": str(tmp_path)}))
-    metrics = enjoy.main(enjoy.Args(folder, episodes=2, greedy=True, seed=1 + EVAL_SEED))
+    folder = impala.main(impala.Args(**SMALL | {"eval_episodes": 1, "runs_dir": str(tmp_path)}))
+    metrics = enjoy.main(enjoy.Args(folder, episodes=1, greedy=True, seed=1 + EVAL_SEED))
     of_run = {tag: points[-1][1] for tag, points in learned(folder).items() if tag.startswith("eval/")}
-    assert metrics["eval/ep_length"] == of_run["eval/ep_length"] == 200 and metrics["eval/std_ep_reward"] > 0
+    assert metrics["eval/ep_length"] == of_run["eval/ep_length"] == 200
+    assert metrics["eval/ep_reward"] == pytest.approx(of_run["eval/ep_reward"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

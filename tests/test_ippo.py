@@ -53,12 +53,13 @@ class Toy(MultiAgentVectorEnv):
         ended = np.full(self.num_envs, self.clock == 6)
         odd = np.arange(self.num_envs) % 2 == 1
         self.statistics.add(reward)
-        final, _ = self._look()
+        final, final_info = self._look()
         if ended.any():
             self.clock = 0
         obs, info = self._look()
         if ended.any():
             info["final_obs"], info["_final_obs"] = final, ended
+            info["final_agent_mask"] = final_info["agent_mask"]
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
 
@@ -351,10 +352,12 @@ def test_learning_rate_schedules():
     agent = ippo.Agent(ippo.make_envs(ippo.Args(), 1), ippo.Args())
     args = ippo.Args(lr_schedule=("kl-adaptive", "constant", "kl-adaptive"), lr_kl_target=0.01)
     optimizer = optimizer_for(agent, 1e-3)
-    ippo.adapt_learning_rate(optimizer, torch.tensor([0.03, 0.03, 0.001]), args)
+    ippo.adapt_learning_rate(optimizer, torch.tensor([0.03, 0.03, 0.001]), np.ones(3, bool), args)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([1e-3 / 1.5, 1e-3, 1.5e-3])
-    ippo.adapt_learning_rate(optimizer, torch.tensor([0.015, 0.03, 0.006]), args)
+    ippo.adapt_learning_rate(optimizer, torch.tensor([0.015, 0.03, 0.006]), np.ones(3, bool), args)
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([1e-3 / 1.5, 1e-3, 1.5e-3])
+    ippo.adapt_learning_rate(optimizer, torch.tensor([0.03, 0.03, 0.001]), np.array([False, True, True]), args)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([1e-3 / 1.5, 1e-3, 1.5e-3 * 1.5])
 
 
 def test_kl_adaptive_rate_follows_every_epoch(tmp_path):
@@ -381,12 +384,13 @@ def test_warm_up_acts_at_random_and_does_not_learn(toy, tmp_path):
     trained = {}
     for name, changes in {
         "warm-up": {"random_timesteps": 204},  # the second rollout begins at random, too
-        "late": {"learning_starts": 400},
+        "late": {"learning_starts": 401},
+        "in time": {"learning_starts": 400},
         "neither": {},
     }.items():
         run_args = ippo.Args(env_id=toy, **SMALL, **changes, runs_dir=str(tmp_path))
         trained[name] = len(load_checkpoint(ippo.main(run_args))["modules"]["optimizer"]["state"])
-    assert trained == {"warm-up": 0, "late": 0, "neither": 3}  # networks that Adam has touched
+    assert trained == {"warm-up": 0, "late": 0, "in time": 3, "neither": 3}  # networks that Adam has touched
 
 
 @pytest.mark.parametrize("shared", [False, True])

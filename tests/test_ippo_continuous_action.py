@@ -66,12 +66,13 @@ class Toy(MultiAgentVectorEnv):
         ended = np.full(self.num_envs, self.clock == 6)
         odd = np.arange(self.num_envs) % 2 == 1
         self.statistics.add(reward)
-        final, _ = self._look()
+        final, final_info = self._look()
         if ended.any():
             self.clock = 0
         obs, info = self._look()
         if ended.any():
             info["final_obs"], info["_final_obs"] = final, ended
+            info["final_agent_mask"] = final_info["agent_mask"]
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
 
@@ -514,7 +515,7 @@ def refused(script, flags, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--env-id mpe/simple_spread_v3", "are discrete; try ippo.py, or --env-id mpe/simple_spread_v3?continuous"),
+        ("--env-id mpe/simple_spread_v3", "are discrete; try ippo.py, or continuous_actions=True in"),
         ("--env-id matrix/penalty", "needs continuous actions and those of matrix/penalty are discrete; try ippo.py"),
         ("--num-envs 3 --num-steps 5", "15 samples of a rollout are not divisible by --num-minibatches 2"),
         ("--gamma 0.9 0.9", "--gamma takes one value or one for each of 3 agents, not 2"),

@@ -58,11 +58,12 @@ class Toy(MultiAgentVectorEnv):
         self.clock += 1
         ended, odd = self.clock == self.length, np.arange(self.num_envs) % 2 == 1
         self.statistics.add(reward)
-        final, _ = self._look()
+        final, final_info = self._look()
         self.clock[ended] = 0
         obs, info = self.now = self._look()
         if ended.any():
             info["final_obs"], info["_final_obs"] = final, ended
+            info["final_agent_mask"] = final_info["agent_mask"]
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
 
@@ -90,7 +91,7 @@ def make_rollout(args, envs):
     (A, D), K = envs.single_observation_space.shape, envs.real_actions.shape[1]
     masks = np.zeros((T, N, A, K), bool), np.zeros((T, N, A), bool)
     rest = np.zeros((T, N, A), np.int64), np.zeros((T, N, A), np.float32), np.zeros((T, N, A), bool)
-    ends = np.zeros((T, N), bool), np.full((T, N, A, D), np.nan, np.float32)
+    ends = np.zeros((T, N, A), bool), np.full((T, N, A, D), np.nan, np.float32)
     return ippo_lstm.Rollout(np.zeros((T, N, A, D), np.float32), *masks, *rest, *ends)
 
 
@@ -380,7 +381,7 @@ def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(sh
             if first + length > 40:  # the rollout ends before the episode
                 following = next_obs[n]
             elif n % 2 == 1:  # truncated
-                assert rollout.cut[last - 1, n]
+                assert rollout.cut[last - 1, n].any()
                 following = rollout.final_obs[last - 1, n]
             obs = np.stack([*rollout.obs[first:last, n], *([] if following is None else [following])])
             features = agent.by_agent(torch.from_numpy(agent.features(obs)))  # (steps, A, D)
@@ -610,7 +611,9 @@ class Recall(MultiAgentVectorEnv):
             self.clock = 0
             self.statistics.end(ended, end)
         obs, info = self._look()
-        return obs, reward, ended, ~ended & False, info | ({"final_obs": obs, **end} if end else {})
+        if end:
+            end |= {"final_obs": obs, "final_agent_mask": info["agent_mask"]}
+        return obs, reward, ended, ~ended & False, info | end
 
 
 @pytest.mark.learning

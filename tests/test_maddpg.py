@@ -3,7 +3,11 @@
 import copy
 import dataclasses
 import json
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,7 +66,7 @@ class Toy(MultiAgentVectorEnv):
         obs, info = self._look()
         if ended.any():
             info |= {"final_obs": final_obs, "final_state": final["state"], "_final_obs": ended}
-            info["final_action_mask"] = final["action_mask"]
+            info["final_action_mask"], info["final_agent_mask"] = final["action_mask"], final["agent_mask"]
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
 
@@ -459,6 +463,29 @@ def test_normalize_reward_uses_all_rewards_that_critics_can_see(individual):
         keep = batches[0].weight[..., m] > 0
         expected = (batches[0].reward[..., m][keep] - values.mean()) / (values.std() + 1e-6)
         torch.testing.assert_close(batches[1].reward[..., m][keep], expected.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_who_dies_in_the_step_of_a_time_limit_has_no_value_beyond_it():
+    args = maddpg.Args(individual_critics=True, buffer_size=1)
+    envs = Toy(1)
+    buffer, (obs, info) = maddpg.Buffer(envs, args), envs.reset()
+    *_, next_info = envs.step(np.array([[0, 0, 1]]))
+    end = {"final_obs": obs, "final_state": info["state"], "final_action_mask": info["action_mask"]}
+    end["final_agent_mask"] = np.array([[True, False, True]])
+    action, reward = np.zeros((1, 3), np.int64), np.ones((1, 3), np.float32)
+    buffer.add(obs, info, action, reward, np.array([False]), np.array([True]), next_info | end)
+    assert buffer.sample(1, CPU).goes_on.tolist() == [[[1, 0, 1]]]
+
+
+def test_a_signal_stops_the_run_whatever_is_logged(tmp_path):
+    flags = ["--total-timesteps", "10000000", "--log-every", "1000000", "--runs-dir", str(tmp_path)]
+    with subprocess.Popen([sys.executable, "-m", "cleanmarl.maddpg", *flags], stdout=subprocess.PIPE, text=True) as run:
+        folder = Path(run.stdout.readline().removeprefix("run folder: ").strip())
+        time.sleep(3)
+        run.send_signal(signal.SIGTERM)
+        out, _ = run.communicate(timeout=30)
+    assert run.returncode == 143
+    assert f"stopped at step {load_checkpoint(folder)['step']:,}; continue with" in out
 
 
 def test_buffer_is_saved_filled_part_only_and_goes_on_after_loading():

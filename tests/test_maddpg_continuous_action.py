@@ -177,7 +177,7 @@ def test_update_lowers_the_critic_loss_and_raises_the_value():
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--env-id mpe/simple_spread_v3", "try maddpg_multienvs.py, or --env-id mpe/simple_spread_v3?continuous"),
+        ("--env-id mpe/simple_spread_v3", "try maddpg_multienvs.py, or continuous_actions=True in"),
         ("--env-id matrix/climbing", "needs continuous actions and those of matrix/climbing are discrete"),
         ("--exploration-noise -1", "--exploration-noise must be 0 or more"),
         ("--batch-size 20 --buffer-size 10", "--batch-size 20 episodes do not fit into --buffer-size 10"),

@@ -45,8 +45,11 @@ def test_a_round_is_n_episodes():
     envs, run = Toy(3), Counter()
     args = maddpg_multienvs.Args(individual_critics=True)
     agent, buffer = maddpg_multienvs.Agent(envs, args), maddpg_multienvs.Buffer(envs, args)
-    maddpg_multienvs.collect(agent, envs, envs.reset(), buffer, run)
+    now = maddpg_multienvs.collect(agent, envs, envs.reset(), buffer, run)
     assert run.num_episodes == buffer.size == 3 and run.step == 3 * 6  # of 4, 5 and 6 steps; two were already going on
+    for k in range(2, 40):  # what a round has too much, the next one has too little
+        now = maddpg_multienvs.collect(agent, envs, now, buffer, run)
+        assert 3 * k <= run.num_episodes <= 3 * k + 2
 
 
 def test_losses_are_those_of_the_parent():

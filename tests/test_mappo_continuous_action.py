@@ -58,6 +58,7 @@ class Toy(MultiAgentVectorEnv):
         obs, info = self._look()
         if ended.any():
             info["final_obs"], info["_final_obs"], info["final_state"] = final, ended, final_info["state"]
+            info["final_agent_mask"] = final_info["agent_mask"]
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
 
@@ -262,7 +263,7 @@ def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
     [
         (
             "--env-id mpe/simple_spread_v3",
-            "are discrete; try mappo.py, or --env-id mpe/simple_spread_v3?continuous_act",
+            "are discrete; try mappo.py, or continuous_actions=True in",
         ),
         ("--total-timesteps 99", "--total-timesteps 99 is less than one rollout of"),
         ("--huber-delta -1", "--huber-delta must be at least 0, not -1"),

@@ -68,6 +68,7 @@ class Toy(MultiAgentVectorEnv):
         obs, info = self.now = self._look()
         if ended.any():
             info["final_obs"], info["_final_obs"], info["final_state"] = final, ended, final_info["state"]
+            info["final_agent_mask"] = final_info["agent_mask"]
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
 
@@ -95,7 +96,7 @@ def make_rollout(args, envs):
     masks = np.zeros((T, N, A, K), bool), np.zeros((T, N, A), bool)
     rest = np.zeros((T, N, A), np.int64), np.zeros((T, N, A), np.float32), np.zeros((T, N, A), bool)
     final = np.full((T, N, A, D), np.nan, np.float32), np.full((T, N, S), np.nan, np.float32)
-    return mappo_lstm.Rollout(*seen, *masks, *rest, np.zeros((T, N), bool), *final)
+    return mappo_lstm.Rollout(*seen, *masks, *rest, np.zeros((T, N, A), bool), *final)
 
 
 def make_agent(args, envs, scale=100):
@@ -265,8 +266,8 @@ def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(sh
             if first + length > 40:  # the rollout ends before the episode
                 following = [(next_info["state"][n], next_obs[n], next_info["agent_mask"][n])]
             elif n % 2 == 1:  # truncated
-                assert rollout.cut[last - 1, n]
-                alive = rollout.agent_mask[last - 1, n]
+                assert rollout.cut[last - 1, n].any()
+                alive = rollout.cut[last - 1, n]
                 following = [(rollout.final_state[last - 1, n], rollout.final_obs[last - 1, n], alive)]
             steps = [(rollout.state[t, n], rollout.obs[t, n], rollout.agent_mask[t, n]) for t in range(first, last)]
             seen = [np.stack(x) for x in zip(*steps, *following)]

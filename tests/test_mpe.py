@@ -312,6 +312,7 @@ def test_positions_and_velocities_can_be_set():
         ("simple_adversary_v3", {"N": -1}, "N must be an integer of at least 1, not -1"),
         ("simple_world_comm_v3", {"num_food": 0}, "num_food must be an integer of at least 1, not 0"),
         ("simple_tag_v3", {"num_obstacles": -1}, "num_obstacles must be an integer of at least 0, not -1"),
+        ("simple_v3", {"continuous_actions": "no"}, "continuous_actions must be True or False, not 'no'"),
         ("simple_v3", {"max_cycles": 0}, "max_cycles must be an integer of at least 1, not 0"),
         ("simple_v3", {"render_mode": "human"}, "render_mode must be None or 'rgb_array', not 'human'"),
         ("simple_v3", {"num_envs": 0}, "num_envs must be at least 1, not 0"),

@@ -120,6 +120,6 @@ def test_what_does_not_divide(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="--num-envs 4 is not divisible by the number of processes, 3"):
         ppo_atari_multigpu.main(args)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UsageError, match="num_steps of a process = 15 is not divisible by --num-minibatches 2"):
+    with pytest.raises(UsageError, match="15 steps of a process must be a multiple"):
         ppo_atari_multigpu.main(dataclasses.replace(args, num_steps=15))
     assert not list(tmp_path.iterdir())

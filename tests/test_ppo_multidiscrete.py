@@ -4,13 +4,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cleanmarl import enjoy, ppo_multidiscrete
-from cleanmarl.ppo_multidiscrete import Agent, Args, Rollout, collect, estimate, main, make_envs, make_policy, ppo_loss
+from cleanmarl.ppo_multidiscrete import (
+    Agent,
+    Args,
+    Rollout,
+    collect,
+    estimate,
+    main,
+    make_envs,
+    make_policy,
+    ppo_loss,
+    to_vectors,
+)
 from cleanmarl.run import Run, load_checkpoint, seed_everything
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +37,13 @@ def small(tmp_path, **changes) -> Args:
 def curves(folder: Path) -> dict[str, list[float]]:
     events = EventAccumulator(str(folder)).Reload()
     return {tag: [point.value for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_integers_become_one_hot_where_they_are_few():
+    few, many = gym.spaces.Box(-1, 2, (2,), np.int32), gym.spaces.Box(-(2**31), 2**31 - 1, (2,), np.int32)
+    space, obs = gym.spaces.Dict(few=few, many=many), np.array([[2, -1]], np.int32)
+    vector = to_vectors(space, {"few": obs, "many": obs})
+    assert vector.dtype == np.float32 and vector.tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 2, -1]]
 
 
 def first_rollout(args: Args):

@@ -272,8 +272,20 @@ def test_masks_padding_and_death(toy, num_workers, keep_dead):
         [True, True, False, False],
         [True] + [False] * 3,
     ]
+    assert info["final_agent_mask"].tolist() == [[False, True, False]]
     assert info["episode"]["r"].tolist() == [[2, 10, 12]] and info["episode"]["l"].tolist() == [5]
     assert info["agent_mask"].all() and obs[0, 0].tolist() == [0, -1, 0, 0, 0, 0]
+    envs.close()
+
+
+def test_an_agent_that_dies_at_the_time_limit_is_not_among_the_living(toy):
+    envs = make(toy, 1, num_workers=0, truncate=3, deaths={"dict": 3})
+    _, info = envs.reset()
+    for _ in range(3):
+        assert info["agent_mask"].all()
+        _, _, term, trunc, info = envs.step(info["action_mask"].argmax(-1))
+    assert trunc.tolist() == [True] and term.tolist() == [False]
+    assert info["final_agent_mask"].tolist() == [[False, True, True]] and info["agent_mask"].all()
     envs.close()
 
 

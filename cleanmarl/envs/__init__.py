@@ -12,7 +12,7 @@ N = environments, A = agents, D = widest observation, K = widest action set, S =
 
 Autoreset is SAME_STEP: where an episode ends, all of these already belong to the next one, and `info` also has
 
-    info["final_obs"]       # (N, A, D), with final_state and final_action_mask: rows of the episodes that ended
+    info["final_obs"]       # (N, A, D), with final_state and both final masks: rows of the episodes that ended
     info["episode"]         # r (N, A) return per agent, l (N,) length, t (N,) seconds, battle_won (N,) where known
     info["_final_obs"]      # (N,) bool, with _episode: which environments ended an episode
 
@@ -154,14 +154,18 @@ def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
 
 def split_options(env_id: str) -> tuple[str, dict[str, Any]]:
     """ "mpe/simple_spread_v3?N=5" -> "mpe/simple_spread_v3", {"N": 5}."""
-    env_id, _, query = env_id.partition("?")
-    return env_id, {key: _literal(value) for key, value in urllib.parse.parse_qsl(query)}
+    name, _, query = env_id.partition("?")
+    try:
+        pairs = urllib.parse.parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise EnvError(f"{env_id}: the options of an id are name=value, joined by &") from None
+    return name, {key: _literal(value) for key, value in pairs}
 
 
 def _literal(text: str) -> Any:
-    """5, 0.5, True, None as Python reads them, anything else as text."""
+    """5, 0.5, True, None as Python reads them, true and false too, anything else as text."""
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.title() if text in ("true", "false") else text)
     except (ValueError, SyntaxError):
         return text
 

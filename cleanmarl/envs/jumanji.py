@@ -151,7 +151,8 @@ class JumanjiVectorEnv(MultiAgentVectorEnv):
         self.action_mask = legal(raw)
         done, end = termination | truncation, {}
         if done.any():
-            final = {"final_obs": obs, "final_state": state, "final_action_mask": self.action_mask}
+            final = {"final_obs": obs, "final_state": state}
+            final |= {"final_action_mask": self.action_mask, "final_agent_mask": self.agent_mask}
             for key, value in final.items():
                 end[key] = np.zeros_like(value)
                 end[key][done] = value[done]

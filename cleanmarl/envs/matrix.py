@@ -114,7 +114,8 @@ class MatrixVectorEnv(MultiAgentVectorEnv):
         done, info = self.statistics.lengths >= self.max_cycles, self._info()  # everywhere or nowhere
         if done.any():
             info["final_obs"], info["final_state"] = self.obs.copy(), self.state.copy()
-            info["final_action_mask"], info["_final_obs"] = self.action_mask, done.copy()
+            info["final_action_mask"], info["final_agent_mask"] = self.action_mask, self.agent_mask
+            info["_final_obs"] = done.copy()
             self.statistics.end(done, info)
         return self.obs.copy(), reward, done, np.zeros(self.num_envs, bool), info
 

@@ -291,6 +291,7 @@ class ParticleEnv(MultiAgentVectorEnv):
             "final_obs": np.where(truncation[:, None, None], obs, np.float32(0)),
             "final_state": np.where(truncation[:, None], state, np.float32(0)),
             "final_action_mask": self.action_mask & truncation[:, None, None],
+            "final_agent_mask": self.agent_mask & truncation[:, None],
             "_final_obs": truncation.copy(),
         }
         self.stats.end(truncation, end)
@@ -732,4 +733,6 @@ def make(name: str, num_envs: int = 1, **options) -> ParticleEnv:
     for option in options:
         if option not in known:
             raise EnvError(f"mpe/{name} has no option {option!r}; it has {', '.join(known)}")
+    if not isinstance(continuous := options.get("continuous_actions", False), bool):
+        raise EnvError(f"mpe/{name}: continuous_actions must be True or False, not {continuous!r}")
     return scenario(num_envs, **options)

@@ -101,6 +101,7 @@ class PgxVectorEnv(MultiAgentVectorEnv):
         info = self._info()
         if done.any():
             final["final_state"] = final["final_obs"].reshape(self.num_envs, -1)
+            final["final_agent_mask"] = np.repeat(done[:, None], 2, axis=1)
             info |= final | {"_final_obs": done.copy()}
             self.statistics.end(done, info)
         return self.obs.copy(), reward, done, np.zeros(self.num_envs, bool), info

@@ -154,7 +154,7 @@ class Layout:
             **dict.fromkeys(("obs", "final_obs"), ((N, A, D), np.float32)),
             **dict.fromkeys(("state", "final_state"), ((N, S), np.float32)),
             **dict.fromkeys(("action_mask", "final_action_mask"), ((N, A, K), np.bool_)),
-            "agent_mask": ((N, A), np.bool_),
+            **dict.fromkeys(("agent_mask", "final_agent_mask"), ((N, A), np.bool_)),
             "reward": ((N, A), np.float32),
             **dict.fromkeys(("termination", "truncation", "battle_won"), ((N,), np.bool_)),
         }
@@ -222,6 +222,7 @@ class Block:
             self.battle_won[i] = env.battle_won
         if done:  # agent_mask still has those who lived until now: they have a last observation
             self.write(i, self.final_obs, self.final_state, self.final_action_mask, obs, info)
+            self.final_agent_mask[i] = alive & ~terminated
             self.begin(i)
         else:
             self.agent_mask[i] = living
@@ -385,7 +386,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         self.statistics.add(reward)
         info, done = self._info(), termination | truncation
         if done.any():
-            for key in ("final_obs", "final_state", "final_action_mask"):
+            for key in ("final_obs", "final_state", "final_action_mask", "final_agent_mask"):
                 info[key] = np.zeros_like(self.arrays[key])
                 info[key][done] = self.arrays[key][done]
             info["_final_obs"] = done.copy()

@@ -171,7 +171,8 @@ class SmaxVectorEnv(MultiAgentVectorEnv):
             *final, alive = self._arrays(last)
             allies, enemies = alive[:, : self.num_agents].any(1), alive[:, self.num_agents :].any(1)
             termination = done & ~(allies & enemies)
-            for key, value in zip(("final_obs", "final_state", "final_action_mask"), final):
+            final.append(alive[:, : self.num_agents])
+            for key, value in zip(("final_obs", "final_state", "final_action_mask", "final_agent_mask"), final):
                 value[~done] = 0
                 info[key] = value
             info["_final_obs"] = done.copy()
