@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
-# one process, so that the curves repeat exactly; with actors the same settings learn as well
+# one process, so that the curves repeat exactly; then with two actors
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/impala_cartpole -- --num-actors 0
 $PYTHON benchmark/plot.py runs/impala_cartpole --out docs/results/impala_cartpole --line random=22
@@ -20,6 +20,10 @@ $PYTHON benchmark/run.py --command "python cleanmarl/impala_continuous_action.py
     --workers "$WORKERS" --runs-dir runs/impala_continuous_action -- --num-actors 0
 $PYTHON benchmark/plot.py runs/impala_continuous_action --out docs/results/impala_continuous_action_halfcheetah \
     --line "PPO write-up, v2=2148"
+
+# a few hours on one core: the shallow network, TorchBeast's batch and learning rate
+$PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
+    --workers 1 --runs-dir runs/impala_pong -- --shallow --num-actors 0 --num-envs 16 --learning-rate 4e-4 --total-timesteps 4000000
 
 # days on two cores; hours with a GPU: --num-actors 8 --device cuda
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 SpaceInvaders-v5 Qbert-v5 \

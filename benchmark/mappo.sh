@@ -23,6 +23,13 @@ done
 for script in ippo mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
 done
+# what the centralised critic is worth: IPPO with all of MAPPO's settings that it has
+same=(--total-timesteps 400000 --share-parameters --gamma 0.95 --num-envs 128 --num-steps 25 --num-minibatches 4 --update-epochs 10
+    --learning-rate 7e-4 --lr-schedule constant --value-clip-coef 0.2 --ent-coef 0.01 --max-grad-norm 10 --normalize-value)
+for task in simple_spread_v3 simple_speaker_listener_v4; do
+    run ippo 5 mpe/$task runs/ippo_like_mappo "${same[@]}"
+done
+$PYTHON benchmark/plot.py runs/ippo_like_mappo --out docs/results/ippo_like_mappo --line random=-79.4
 plot simple_spread_v3 --line random=-79.3
 plot simple_speaker_listener_v4 --line random=-79.5
 plot simple_reference_v3 --line random=-56.5
@@ -36,8 +43,6 @@ same=(--total-timesteps 400000 --num-envs 128 --num-steps 25 --num-minibatches 4
     --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4)
 run coppo_lstm 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener "${same[@]}"
 plot lstm_listener --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5"
-# how much of the difference is the cell (no curve)
-run mappo_lstm 3 mpe/simple_speaker_listener_v4 runs/mappo_lstm_gru --total-timesteps 400000 --cell gru
 # the same network without what CoPPO adds: g = 1 is MAPPO
 run coppo_lstm 5 mpe/simple_speaker_listener_v4 runs/coppo_lstm_mappo "${same[@]}" --inner-clip-coef 0
 $PYTHON benchmark/plot.py runs/mappo_lstm_listener/*__coppo_lstm__* runs/coppo_lstm_mappo --group-by inner_clip_coef \

@@ -286,7 +286,7 @@ class Agent(nn.Module):
 def numpy_actor(agent: Agent):
     """The actors as a NumPy function, features (N, A, D), memory (N, A, H) -> logits (N, A, K), memory after them.
 
-    For the few rows of one step it takes a quarter of torch's time, most of which is not arithmetic.
+    For the few rows of one step it takes a quarter of torch's time. Who changes the network changes it here too.
     """
     w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
 

@@ -205,7 +205,7 @@ class Agent(nn.Module):
 
 
 def numpy_actor(agent: Agent):
-    """The actor of now as a NumPy function of observations as they are: for a few rows in a quarter of torch's time."""
+    """The actor of now in NumPy, with raw observations: a quarter of torch's time. Who changes it changes this."""
     w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
     obs_mean, obs_std = agent.obs_mean.cpu().numpy(), agent.obs_std.cpu().numpy()
 

@@ -207,7 +207,7 @@ class Critic(nn.Module):
 def numpy_actor(agent: Agent):
     """The actor as a NumPy function of obs (N, A, D) and state -> logits (N, A, K) and the state after this step.
 
-    For the few rows of one step it takes a quarter of torch's time, most of which is not arithmetic. A state is
+    Who changes the network changes it here too. For few rows it takes a quarter of torch's time. A state is
     (2, layers, N, A, hidden): the LSTM's output and its cell.
     """
     (w_in, b_in), (w_out, b_out), layers = (

@@ -315,11 +315,12 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
             all_stats.append(stats)
-        # detail aux-3: early stopping
+        # detail aux-3: early stopping, by approx_kl
         if args.target_kl is not None and stats[3] > args.target_kl:
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    # an advantage is what the value did not explain of the return
     metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 

@@ -179,7 +179,7 @@ class Agent(nn.Module):
 
 
 def numpy_actor(agent: Agent):
-    """The actor of now as a NumPy function: for the few rows of one step it takes a quarter of torch's time."""
+    """The actor of now in NumPy, a quarter of torch's time for few rows; who changes the network changes it here."""
     w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
     return lambda obs: np.tanh(np.tanh(obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
 
@@ -336,11 +336,12 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
             all_stats.append(stats)
-        # detail aux-3: early stopping
+        # detail aux-3: early stopping, by approx_kl
         if args.target_kl is not None and stats[3] > args.target_kl:
             break
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    # an advantage is what the value did not explain of the return
     metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
