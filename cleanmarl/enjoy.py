@@ -32,6 +32,7 @@ class Args:
 def main(args: Args) -> dict[str, float]:
     """Play the episodes, print and return their statistics; UsageError if the folder cannot be played."""
     check(args.episodes > 0, f"--episodes must be greater than 0, not {args.episodes}")
+    check(args.seed >= 0, f"--seed must be 0 or more, not {args.seed}")
     check(args.video is None or args.video.suffix in (".mp4", ".gif"), f"--video {args.video} must end in .mp4 or .gif")
     name = read_run(args.run_dir)["script"]
     try:

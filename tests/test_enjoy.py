@@ -173,6 +173,7 @@ def test_what_cannot_be_played(ppo_run, tmp_path):
     assert "no_such_flag" in refused()
     folder = ppo_run
     assert "--episodes" in refused(episodes=0)
+    assert "--seed must be 0 or more, not -1" in refused(seed=-1)
     assert ".mp4 or .gif" in refused(video=Path("film.avi"))
 
 
