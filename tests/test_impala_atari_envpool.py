@@ -4,6 +4,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -277,3 +278,40 @@ def test_refused(flags, text, tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert stopped.value.code == 2 and not out and not list(tmp_path.iterdir())
     assert err.startswith("impala_atari_envpool: ") and err.count("\n") == 1 and text in err
+
+
+class Sides(gym.vector.VectorEnv):
+    """Pictures with a bright side, left or right; the action of that side, 0 or 1 of six, earns 1; 8 steps."""
+
+    single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    single_action_space = gym.spaces.Discrete(6)
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+
+    def _look(self):
+        self.side = self.rng.integers(2, size=self.num_envs)
+        is_bright = np.arange(84) // 42 == self.side[:, None]  # (N, 84)
+        return np.tile(200 * is_bright[:, None, None].astype(np.uint8), (1, 4, 84, 1))
+
+    def reset(self, *, seed=None, options=None):
+        self.rng, self.clock, self.score = np.random.default_rng(seed), 0, np.zeros(self.num_envs)
+        return self._look(), {}
+
+    def step(self, action):
+        reward = (action == self.side).astype(np.float32)
+        self.clock, self.score, info = self.clock + 1, self.score + reward, {}
+        ended = np.full(self.num_envs, self.clock == 8)
+        if ended.all():
+            info = {"_episode": ended, "episode": {"r": self.score, "l": np.full(self.num_envs, 8)}}
+            self.clock, self.score = 0, np.zeros(self.num_envs)
+        return self._look(), reward, ended, ~ended & False, info
+
+
+@pytest.mark.learning
+def test_learns_what_a_picture_asks_for_in_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(impala, "make_envs", lambda args, num_envs, **options: Sides(num_envs))
+    flags = {"shallow": True, "num_actors": 0, "num_envs": 16, "unroll_length": 20, "anneal_lr": False}
+    folder = impala.main(impala.Args(**flags, total_timesteps=6_400, eval_episodes=0, runs_dir=str(tmp_path)))
+    returns = [value for _, value in learned(folder)["rollout/ep_reward"]]
+    assert returns[0] < 3 and np.mean(returns[-3:]) > 5  # a random policy has 1.33, the best one 8
