@@ -770,9 +770,8 @@ if __name__ == "__main__":
     actors = impala.Actors(args, impala.Agent(envs, args), envs, 0)
     actors.take(0)
     print(actors.processes[0].pid, flush=True)
-    actors.parameters.version[0] = -1  # it dies while it writes parameters
-    actors.take(0)  # the actor begins to read them
-    time.sleep(0.5)
+    actors.parameters.version[0] = -1  # it dies while it writes parameters,
+    time.sleep(0.5)  # which the actor begins to read
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -781,9 +780,15 @@ if __name__ == "__main__":
 def test_a_learner_killed_while_it_writes_leaves_no_actor(tmp_path):
     script = tmp_path / "learner.py"
     script.write_text(LEARNER)
-    process = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    wait_for(lambda: gone(int(process.stdout)), 10)
+    environment = os.environ | {"PYTHONPATH": str(Path(impala.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        actor = int(process.stdout.readline())
+        assert process.wait(timeout=60) == -signal.SIGKILL
+        try:
+            wait_for(lambda: gone(actor), 10)
+        finally:
+            if not gone(actor):
+                os.kill(actor, signal.SIGKILL)
 
 
 @LINUX
