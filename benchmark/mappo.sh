@@ -43,10 +43,6 @@ same=(--total-timesteps 400000 --num-envs 128 --num-steps 25 --num-minibatches 4
     --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4)
 run coppo_lstm 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener "${same[@]}"
 plot lstm_listener --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5"
-# the same network without what CoPPO adds: g = 1 is MAPPO
-run coppo_lstm 5 mpe/simple_speaker_listener_v4 runs/coppo_lstm_mappo "${same[@]}" --inner-clip-coef 0
-$PYTHON benchmark/plot.py runs/mappo_lstm_listener/*__coppo_lstm__* runs/coppo_lstm_mappo --group-by inner_clip_coef \
-    --out docs/results/coppo_lstm_listener --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5"
 
 # continuous actions; multiwalker's episodes are long and end by a fall: a higher discount, rollouts of 200 steps
 for script in ippo_continuous_action mappo_continuous_action; do

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 import cleanmarl.envs
-from cleanmarl import coppo_lstm, enjoy
+from cleanmarl import coppo_lstm, enjoy, mappo_lstm
 from cleanmarl.coppo_lstm import Args
 from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
 from cleanmarl.run import launch, load_checkpoint
@@ -411,6 +411,17 @@ def test_two_updates_that_two_seeds_repeat(env_id, shared, toy, tmp_path):
     assert one["step"] == 320
     for key, value in one["modules"]["agent"].items():
         assert torch.isfinite(value).all() and torch.equal(value, same["modules"]["agent"][key])
+
+
+@pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "toy"])
+def test_without_the_others_ratios_it_is_mappo_digit_for_digit(env_id, toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(mappo_lstm, "make", coppo_lstm.make)
+    theirs = mappo_lstm.Args(env_id=env_id, **SHORT, num_minibatches=2, runs_dir=str(tmp_path))
+    same = {key: value for key, value in vars(theirs).items() if key in vars(Args())}
+    args = Args(**same, inner_clip_coef=0.0, optimizer="adam")
+    ours, theirs = load_checkpoint(coppo_lstm.main(args)), load_checkpoint(mappo_lstm.main(theirs))
+    for key, value in theirs["modules"]["agent"].items():
+        assert torch.equal(ours["modules"]["agent"][key], value)
 
 
 def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
