@@ -29,7 +29,8 @@ same=(--total-timesteps 400000 --share-parameters --gamma 0.95 --num-envs 128 --
 for task in simple_spread_v3 simple_speaker_listener_v4; do
     run ippo 5 mpe/$task runs/ippo_like_mappo "${same[@]}"
 done
-$PYTHON benchmark/plot.py runs/ippo_like_mappo --out docs/results/ippo_like_mappo --line random=-79.4
+$PYTHON benchmark/plot.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__mappo__* runs/mappo_simple_speaker_listener_v4/*__mappo__* \
+    --out docs/results/mappo_critic --line random=-79.4
 plot simple_spread_v3 --line random=-79.3
 plot simple_speaker_listener_v4 --line random=-79.5
 plot simple_reference_v3 --line random=-56.5
