@@ -14,8 +14,9 @@ $PYTHON benchmark/plot.py runs/ppo_classic_control --out docs/results/ppo_classi
     --line Acrobot-v1:random=-499.95 LunarLander-v3:random=-186.1
 
 # one network for policy and value beside two: same flags as ppo.py
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 \
-    --num-seeds 3 --workers "$WORKERS" --runs-dir runs/ppo_shared -- --total-timesteps 500000
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids CartPole-v1 --num-seeds 5 \
+    --workers "$WORKERS" --runs-dir runs/ppo_shared -- --total-timesteps 500000
+$PYTHON benchmark/plot.py runs/ppo_shared --out docs/results/ppo_shared_cartpole --line random=22
 
 # the write-up's MuJoCo table, 1M steps (there: v2 environments)
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_continuous_action.py" \
