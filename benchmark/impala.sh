@@ -10,6 +10,7 @@ $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPo
 $PYTHON benchmark/plot.py runs/impala_cartpole --out docs/results/impala_cartpole --line random=22
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 3 \
     --workers 1 --runs-dir runs/impala_cartpole_actors -- --num-actors 2
+$PYTHON benchmark/plot.py runs/impala_cartpole_actors --out docs/results/impala_cartpole_actors --line random=22
 
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids LunarLander-v3 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/impala_lunarlander -- --num-actors 0 --total-timesteps 1000000 \
