@@ -483,7 +483,10 @@ def test_a_signal_stops_the_run_whatever_is_logged(tmp_path):
         folder = Path(run.stdout.readline().removeprefix("run folder: ").strip())
         time.sleep(3)
         run.send_signal(signal.SIGTERM)
-        out, _ = run.communicate(timeout=30)
+        try:
+            out, _ = run.communicate(timeout=30)
+        finally:
+            run.kill()
     assert run.returncode == 143
     assert f"stopped at step {load_checkpoint(folder)['step']:,}; continue with" in out
 
