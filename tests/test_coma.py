@@ -19,8 +19,8 @@ SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes"
 class Toy(MultiAgentVectorEnv):
     """Three agents with different spaces, episodes of 6 steps (terminated in even environments, truncated in odd ones).
 
-    Agent 1 dies after its third step; the parity of the clock forbids agent 2's action 0 or 1. Observations are the
-    clock plus the agent's index, the state is the clock and its square. The living earn the clock.
+    Agent 1 dies after its third step, agent 2 with its last; the parity of the clock forbids agent 2's action 0 or 1.
+    Observations are the clock plus the agent's index, the state is the clock and its square. The living earn the clock.
     """
 
     def __init__(self, num_envs):
@@ -34,7 +34,7 @@ class Toy(MultiAgentVectorEnv):
         mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
         mask[:, 2, self.clock % 2] = False
         alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1] = self.clock < 3
+        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < 6
         obs[~alive] = 0
         state = np.tile(np.array([self.clock, self.clock**2], np.float32), (self.num_envs, 1))
         return obs, {"state": state, "action_mask": mask, "agent_mask": alive}
@@ -255,15 +255,15 @@ def test_a_time_limit_bootstraps_from_the_final_state(toy):
     args = coma.Args(env_id=toy, **SMALL, gamma=0.9)
     agent, rollout, _, _ = collected(args)
     final_obs = np.zeros((1, 3, 3), np.float32)
-    final_obs[0, 0, :2], final_obs[0, 2, :1] = 6, 8
+    final_obs[0, 0, :2] = 6  # agent 2 died with the last step
     values = []
-    for action in np.ndindex(2, 1, 3):  # what the living agents could do next
+    for action in np.ndindex(2, 1, 1):  # what the living agent could do next
         features = agent.critic_features(
-            np.array([[6, 36]], np.float32), final_obs, np.array([[True, False, True]]), np.array([action])
+            np.array([[6, 36]], np.float32), final_obs, np.array([[True, False, False]]), np.array([action])
         )
         value = coma.of_action(agent.values(agent.target_critic, torch.from_numpy(features)), torch.tensor([action]))
-        values.append(6 + 0.9 * value[0, [0, 2]].detach().numpy())
-    assert np.abs(np.array(values) - rollout.reward[5, 1, [0, 2]]).max(1).min() < 1e-4
+        values.append(6 + 0.9 * value[0, 0].detach().numpy())
+    assert np.abs(np.array(values) - rollout.reward[5, 1, 0]).min() < 1e-4
 
 
 def test_dead_agents_add_nothing_to_the_policy(toy):

@@ -21,8 +21,8 @@ SETTINGS = ippo.make_settings(ARGS, torch.device("cpu"))
 class Toy(MultiAgentVectorEnv):
     """Three agents with different spaces, episodes of 6 steps (terminated in even environments, truncated in odd ones).
 
-    Agent 1 dies after its third step; the parity of the clock forbids agent 2's action 0 or 1. Observations are the
-    clock plus the agent's index; agent i's reward is i + 1 while it lives.
+    Agent 1 dies after its third step, agent 2 with its last; the parity of the clock forbids agent 2's action 0 or 1.
+    Observations are the clock plus the agent's index; agent i's reward is i + 1 while it lives.
     """
 
     def __init__(self, num_envs):
@@ -36,7 +36,7 @@ class Toy(MultiAgentVectorEnv):
         mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
         mask[:, 2, self.clock % 2] = False
         alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1] = self.clock < 3
+        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < 6
         obs[~alive] = 0
         return obs, {"state": obs[:, :, 0].copy(), "action_mask": mask, "agent_mask": alive}
 
@@ -280,9 +280,9 @@ def test_death_and_the_end_of_an_episode_cut_the_returns_of_an_agent(toy):
     assert (rollout.done[:, 0, 1] == np.isin(time, [2, 5])).all()  # its death, and the end that it does not see
     assert (rollout.reward[:, 0, 1] == np.where(time < 3, 20, 0)).all()  # environment 0 terminates: nothing to add
     final_obs = torch.zeros(1, 3, 3)
-    final_obs[0, 0, :2], final_obs[0, 2, :1] = 6, 8
+    final_obs[0, 0, :2] = 6
     final_value = agent.value(torch.from_numpy(agent.features(final_obs.numpy()))).detach()[:, 0].numpy()
-    expected = np.array([1 + 0.9 * final_value[0], 0, 3 + 0.7 * final_value[2]])
+    expected = np.array([1 + 0.9 * final_value[0], 0, 3])  # agent 2 died with the last step
     np.testing.assert_allclose(rollout.reward[5, 1], expected, rtol=1e-5)  # environment 1 is truncated
 
 

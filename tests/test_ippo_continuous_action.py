@@ -30,8 +30,9 @@ REAL = np.array([[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]], bool)
 class Toy(MultiAgentVectorEnv):
     """Three agents with 2, 4 and 3 of 4 action components, episodes of 6 steps that odd environments truncate.
 
-    Agent 1 dies after its third step. Observations are the clock plus the agent's index, with outliers in the first
-    number; rewards are of unequal scales, with outliers. `seen` keeps the actions, rewards and observations.
+    Agent 1 dies after its third step, agent 2 with its last. Observations are the clock plus the agent's index, with
+    outliers in the first number; rewards are of unequal scales, with outliers. `seen` keeps the actions, rewards and
+    observations.
     """
 
     def __init__(self, num_envs):
@@ -47,7 +48,7 @@ class Toy(MultiAgentVectorEnv):
         obs[..., 0] *= np.where(self.random.random((self.num_envs, 3)) < 0.003, 1e4, 1)
         mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
         alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1] = self.clock < 3
+        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < 6
         obs[~alive] = 0
         return obs, {"state": obs[:, :, 0].copy(), "action_mask": mask, "agent_mask": alive}
 
@@ -58,7 +59,7 @@ class Toy(MultiAgentVectorEnv):
     def step(self, action):
         assert action.dtype == np.float32 and action.shape == (self.num_envs, 3, 4)
         alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1] = self.clock < 3
+        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < 6
         outlier = np.where(self.random.random((self.num_envs, 3)) < 0.01, 1e3, 1)
         reward = np.float32([1, 20, -300] * outlier * self.random.normal(1, 0.5, (self.num_envs, 3)) * alive)
         self.clock += 1
@@ -337,9 +338,9 @@ def test_death_and_the_end_of_an_episode_cut_and_time_limits_bootstrap(toy):
     assert (rollout.done[:, 0, 1] == np.isin(time, [2, 5])).all()  # its death, and the end that it does not see
     np.testing.assert_allclose(rollout.reward[:, 0], rewards[:, 0])  # environment 0 terminates: nothing to add
     final_obs = torch.zeros(1, 3, 3)
-    final_obs[0, 0, :2], final_obs[0, 2, :1] = 6, 8
+    final_obs[0, 0, :2] = 6  # who died with the last step sees nothing, and has no value beyond it
     features = agent.normalize(torch.from_numpy(agent.features(final_obs.numpy())))
-    added = agent.value(features).detach()[:, 0].numpy() * [0.9, 0, 0.7]
+    added = agent.value(features).detach()[:, 0].numpy() * [0.9, 0, 0]
     np.testing.assert_allclose(rollout.reward[5, 1] - rewards[5, 1], added, rtol=1e-4, atol=1e-4)
     # Values are in the unit of the scaled rewards already.
     _, _, scaled, _ = collected(Args(env_id=toy, **SMALL, **per_agent))

@@ -26,8 +26,8 @@ SMALL = {"total_timesteps": 320, "num_envs": 4, "num_steps": 40, "hidden_dim": 1
 class Toy(MultiAgentVectorEnv):
     """Three agents with different spaces; episodes of 5, 6, 7, ... steps in environments 0, 1, 2, ...
 
-    Odd environments truncate, even ones terminate. Agent 1 dies after its third step; the parity of the clock forbids
-    agent 2's action 0 or 1. Observations are random; agent i's reward is i + 1 while it lives.
+    Odd environments truncate, even ones terminate. Agent 1 dies after its third step, agent 2 with its last; the parity
+    of the clock forbids agent 2's action 0 or 1. Observations are random; agent i's reward is i + 1 while it lives.
     """
 
     def __init__(self, num_envs):
@@ -41,7 +41,7 @@ class Toy(MultiAgentVectorEnv):
         mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
         mask[np.arange(self.num_envs), 2, self.clock % 2] = False
         alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1] = self.clock < 3
+        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < self.length
         obs[~alive] = 0
         return obs, {"state": obs[:, :, 0].copy(), "action_mask": mask, "agent_mask": alive}
 
@@ -386,8 +386,9 @@ def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(sh
             obs = np.stack([*rollout.obs[first:last, n], *([] if following is None else [following])])
             features = agent.by_agent(torch.from_numpy(agent.features(obs)))  # (steps, A, D)
             for a in range(3):
-                dies = a == 1 and last - first >= 3
-                x = features[:3, a] if dies else features[:, a]
+                lifetime = [40, 3, length][a]
+                dies = last - first >= lifetime
+                x = features[:lifetime, a] if dies else features[:, a]
                 with torch.no_grad():
                     value, *_ = critics[a](x[:, None], torch.zeros(len(x), 1), torch.zeros(1, 32))
                 value = value[:, 0, 0].numpy()

@@ -27,8 +27,9 @@ CPU = torch.device("cpu")
 class Toy(MultiAgentVectorEnv):
     """Three agents with different spaces; episodes of environment i have 4 + i % 3 steps, and are truncated for odd i.
 
-    Agent 1 dies after its third step; the parity of the clock forbids agent 2's action 0 or 1. Observations depend on
-    all actions of the episode so far. Agent i's reward is i + 1 while it lives, or 1 with a shared reward.
+    Agent 1 dies after its third step, agent 2 with its last; the parity of the clock forbids agent 2's action 0 or 1.
+    Observations depend on all actions of the episode so far. Agent i's reward is i + 1 while it lives, or 1 with a
+    shared reward.
     """
 
     def __init__(self, num_envs: int, first: int = 0, shared: bool = False):
@@ -42,7 +43,7 @@ class Toy(MultiAgentVectorEnv):
         mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
         mask[np.arange(self.num_envs), 2, self.clock % 2] = False
         alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1] = self.clock < 3
+        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < 6
         obs[~alive] = 0
         state = np.concatenate([obs[:, :, 0], np.cos(obs[:, :, 0])], axis=1)
         return obs, {"state": state, "action_mask": mask, "agent_mask": alive}

@@ -36,7 +36,7 @@ class Toy(MultiAgentVectorEnv):
         obs = (5 + 10 * self.random.normal(size=(self.num_envs, 3, 3))).astype(np.float32)
         obs *= np.arange(3) < self.obs_sizes[:, None]
         alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1] = self.clock < 3
+        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < 6
         obs[~alive] = 0
         state = (100 + 7 * self.random.normal(size=(self.num_envs, 2))).astype(np.float32)
         mask = np.tile(self.real_actions, (self.num_envs, 1, 1))

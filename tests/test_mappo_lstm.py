@@ -30,8 +30,8 @@ SMALL = {
 class Toy(MultiAgentVectorEnv):
     """Three agents with different spaces; episodes of 5, 6, 7, ... steps in environments 0, 1, 2, ...
 
-    Odd environments truncate, even ones terminate. Agent 1 dies after its third step; the parity of the clock forbids
-    agent 2's action 0 or 1. Observations and the state are random. The living earn the clock.
+    Odd environments truncate, even ones terminate. Agent 1 dies after its third step, agent 2 with its last; the parity
+    of the clock forbids agent 2's action 0 or 1. Observations and the state are random. The living earn the clock.
     """
 
     def __init__(self, num_envs):
@@ -45,7 +45,7 @@ class Toy(MultiAgentVectorEnv):
         mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
         mask[np.arange(self.num_envs), 2, self.clock % 2] = False
         alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1] = self.clock < 3
+        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < self.length
         obs[~alive] = 0
         state = self.random.normal(size=(self.num_envs, 2)).astype(np.float32)
         return obs, {"state": state, "action_mask": mask, "agent_mask": alive}
@@ -266,8 +266,8 @@ def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(sh
             if first + length > 40:  # the rollout ends before the episode
                 following = [(next_info["state"][n], next_obs[n], next_info["agent_mask"][n])]
             elif n % 2 == 1:  # truncated
-                assert rollout.cut[last - 1, n].any()
-                alive = rollout.cut[last - 1, n]
+                alive = np.array([True, False, False])  # agent 2 died with the last step
+                assert (rollout.cut[last - 1, n] == alive).all()
                 following = [(rollout.final_state[last - 1, n], rollout.final_obs[last - 1, n], alive)]
             steps = [(rollout.state[t, n], rollout.obs[t, n], rollout.agent_mask[t, n]) for t in range(first, last)]
             seen = [np.stack(x) for x in zip(*steps, *following)]
