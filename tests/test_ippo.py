@@ -93,6 +93,7 @@ def collected(args, scale=100):
     agent = ippo.Agent(envs, args)
     with torch.no_grad():
         agent.actor[-1].weight *= scale
+        agent.critic[-1].bias += 1  # the dead see zeros, which are to have a value
     rollout = make_rollout(args, envs)
     run = Quiet()
     obs, _ = ippo.collect(agent, envs, envs.reset(seed=1), rollout, args, run)

@@ -108,6 +108,7 @@ def spread_out(agent, scale=100):
     """Means that depend on what an agent sees, and deviations that differ."""
     with torch.no_grad():
         agent.actor[-1].weight *= scale
+        agent.critic[-1].bias += 1  # the dead see zeros, which are to have a value
         agent.log_std.uniform_(-1, 0.5)
 
 

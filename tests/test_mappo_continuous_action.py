@@ -23,7 +23,8 @@ SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "update_epochs"
 class Toy(MultiAgentVectorEnv):
     """Three agents with 2, 3, 1 components of actions, in [-2, 4], [0, 1] and unbounded; episodes of 6 steps.
 
-    Terminated in even environments, truncated in odd ones; agent 1 dies after step 3; the living earn the clock.
+    Terminated in even environments, truncated in odd ones; agent 1 dies after step 3, agent 2 with its last; the living
+    earn the clock. `actions` and `ends` (final observations and states) are kept.
     """
 
     def __init__(self, num_envs):
@@ -43,7 +44,7 @@ class Toy(MultiAgentVectorEnv):
         return obs, {"state": state, "action_mask": mask, "agent_mask": alive}
 
     def reset(self, *, seed=None, options=None):
-        self.clock, self.actions = 0, []
+        self.clock, self.actions, self.ends = 0, [], []
         return self._look()
 
     def step(self, action):
@@ -59,6 +60,7 @@ class Toy(MultiAgentVectorEnv):
         if ended.any():
             info["final_obs"], info["_final_obs"], info["final_state"] = final, ended, final_info["state"]
             info["final_agent_mask"] = final_info["agent_mask"]
+            self.ends.append((final, final_info["state"]))
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
 
@@ -195,6 +197,18 @@ def test_a_dead_agent_earns_what_the_living_do(toy):
     _, _, rollout, _ = collected(args)
     assert not rollout.agent_mask[..., 1].all() and (rollout.reward[..., 1] > 0).all()
     assert (rollout.reward[..., 1] == rollout.reward[..., 0]).all()
+
+
+def test_a_time_limit_bootstraps_from_the_final_state(toy):
+    args = Args(env_id=toy, **SMALL, gamma=0.9, normalize_obs=False)
+    agent, envs, rollout, _ = collected(args)
+    _, _, without, _ = collected(Args(**{**vars(args), "time_limit_bootstrap": False}))
+    assert (rollout.reward[:, 0] == without.reward[:, 0]).all()  # environment 0 terminates: nothing to add
+    final_obs, final_state = envs.ends[0]
+    alive = np.array([[True, False, False]])  # agent 1 is dead, agent 2 died with the last step
+    seen = agent.critic_input(final_state[[1]], final_obs[[1]], alive)
+    expected = 0.9 * agent.value(*seen).detach().numpy()[0]
+    np.testing.assert_allclose(rollout.reward[5, 1] - without.reward[5, 1], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shared", [True, False])
