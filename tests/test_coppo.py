@@ -444,6 +444,48 @@ def test_the_mixing_network_is_monotone_and_stays_as_it_is(toy, tmp_path):
     assert all(torch.equal(saved[f"mixing.{key}"], value) for key, value in untouched.items())
 
 
+@pytest.mark.parametrize("objective", ["equation", "authors"])
+def test_the_loss_of_the_mixing_network_is_its_definition(objective, toy):
+    """QMIX's network number by number over the surrogates of `equations`; its gradient by differences of them."""
+    args = coppo.Args(env_id=toy, **SMALL, mix="network", objective=objective, ent_coef=0.0)
+    agent, _, _, batch = collected(args)
+    agent, batch = in_float64(agent, batch)
+    batch, ratio = moved(agent, batch)
+    alive = batch.alive.bool().numpy()
+    value, slope = equations(
+        ratio, batch.advantage.numpy(), alive, 0.2, args.inner_clip_coef, False, objective == "authors"
+    )
+    weights = {key: x.numpy() for key, x in agent.mixing.state_dict().items()}
+
+    def linear(name, x):
+        return weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
+
+    def mixed(surrogate, state):
+        total = linear("bias2.2", np.maximum(linear("bias2.0", state), 0))[0]
+        weight1, bias1, weight2 = (
+            np.abs(linear("weight1", state)),
+            linear("bias1", state),
+            np.abs(linear("weight2", state)),
+        )
+        for h in range(32):
+            hidden = bias1[h] + sum(surrogate[i] * weight1[i * 32 + h] for i in range(3))
+            total += weight2[h] * (hidden if hidden > 0 else np.exp(hidden) - 1)
+        return total
+
+    rows = list(zip(value, batch.state.numpy()))
+    loss, _ = coppo.actor_loss(agent, batch, args)
+    assert loss.item() == pytest.approx(-np.mean([mixed(*row) for row in rows]), rel=1e-9)
+    step = 1e-6 * np.eye(3)
+    by_surrogate = np.array([[(mixed(v + d, s) - mixed(v - d, s)) / 2e-6 for d in step] for v, s in rows])
+    weight = torch.from_numpy(-np.einsum("ri,rij->rj", by_surrogate, slope) / len(rows))
+    log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1)
+    log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
+    parameters = list(agent.actor.parameters())
+    expected = torch.autograd.grad((weight * log_prob).sum(), parameters)
+    for mine, theirs in zip(torch.autograd.grad(loss, parameters), expected):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
+
+
 VARIANTS = {
     "defaults": {},
     "independent": {"share_parameters": False},
