@@ -80,7 +80,7 @@ class Args:
     at its end is dropped, filled up with its last steps before (last), or with empty steps (null_padding)"""
     updates_per_collect: int = 4
     """gradient steps for each batch that is collected"""
-    replay_size: int = 0
+    replay_size: int = 400
     """unrolls (T steps of one environment) kept, from which batches are drawn; 0: learn from each batch as it comes"""
     priority: bool = False
     """draw unrolls from the replay by the size of their value errors"""
@@ -98,7 +98,7 @@ class Args:
     """largest importance weight in the trace: how fast it gets there"""
     pg_rho_clip: float = 1.0
     """largest importance weight of the policy gradient"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.001
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,9 @@ class Args:
     """T, steps of each environment in one unroll"""
     updates_per_collect: int = 4
     """gradient steps for each batch that is collected"""
+    replay_size: int = 400
+    """unrolls (T steps of one environment) that each learner keeps, and from which batches are drawn; checkpoints hold
+    none; 0: learn from each batch as it comes"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
     gamma: float = 0.99
@@ -93,7 +97,7 @@ class Args:
     """largest importance weight in the trace: how fast it gets there"""
     pg_rho_clip: float = 1.0
     """largest importance weight of the policy gradient"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.001
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -340,10 +344,13 @@ def average(tensors: list[torch.Tensor]) -> None:
             x.copy_(mean.view_as(x))
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, args: Args) -> dict:
+def update(agent: Agent, optimizer: torch.optim.Optimizer, replay: deque, unrolls: np.ndarray, args: Args) -> dict:
     """--updates-per-collect gradient steps for N new unrolls; returns the mean diagnostics."""
     all_stats = []
+    replay.extend(unrolls)
     for _ in range(args.updates_per_collect):
+        if args.replay_size:
+            unrolls = np.stack([replay[i] for i in torch.randint(len(replay), (args.num_envs,))])
         loss, stats = impala_loss(agent, unrolls, args)
         optimizer.zero_grad()
         loss.backward()
@@ -405,6 +412,8 @@ def main(args: Args) -> Path | None:
     check(0 <= args.gamma <= 1 and 0 <= args.vtrace_lambda <= 1, "--gamma and --vtrace-lambda must be in [0, 1]")
     message = f"--rho-clip {args.rho_clip} must be at least --c-clip {args.c_clip}"
     check(args.rho_clip >= args.c_clip, message)
+    message = f"--replay-size {args.replay_size} is less than a batch of --num-envs {args.num_envs} unrolls; 0 is none"
+    check(args.replay_size == 0 or args.replay_size >= args.num_envs, message)
     slot_steps = args.num_envs * args.unroll_length * world_size
     message = f"--total-timesteps {args.total_timesteps} is less than the {slot_steps} steps of one batch"
     check(args.total_timesteps >= slot_steps, message)
@@ -415,7 +424,7 @@ def main(args: Args) -> Path | None:
     agent = Agent(envs, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     ray = connect(args, world_size)
-    num_updates = 0
+    replay, num_updates = deque(maxlen=args.replay_size), 0
 
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -436,7 +445,7 @@ def main(args: Args) -> Path | None:
                 if ended.any():
                     run.log_episodes({"_episode": ended, "episode": {"r": slot["ep_return"], "l": slot["ep_length"]}})
                 metrics = {"train/policy_lag": num_updates - slot["version"]}
-                metrics |= update(agent, optimizer, slot["unrolls"], args)
+                metrics |= update(agent, optimizer, replay, slot["unrolls"], args)
                 num_updates += args.updates_per_collect
                 actors.publish(num_updates)
                 metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
