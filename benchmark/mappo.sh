@@ -53,7 +53,7 @@ for script in ippo_continuous_action mappo_continuous_action; do
         --num-envs 16 --num-steps 200 --gamma 0.99
 done
 plot continuous_action_spread --line random=-75.5
-plot continuous_action_multiwalker
+plot continuous_action_multiwalker --line random=-307
 
 # SMAClite, if it is there (docs/environments.md): 100 steps a second; every battle begins alike, and rollouts are small
 if $PYTHON -c "import smaclite" 2>/dev/null; then
