@@ -8,13 +8,13 @@ PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/impala_cartpole -- --num-actors 0
 $PYTHON benchmark/plot.py runs/impala_cartpole --out docs/results/impala_cartpole --line random=22
-$PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 5 \
+$PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 3 \
     --workers 1 --runs-dir runs/impala_cartpole_actors -- --num-actors 2
 $PYTHON benchmark/plot.py runs/impala_cartpole_actors --out docs/results/impala_cartpole_actors --line random=22
 
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids LunarLander-v3 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/impala_lunarlander -- --num-actors 0 --total-timesteps 1000000 \
-    --num-envs 32 --unroll-length 16 --learning-rate 3e-4 --replay-size 0  # DI-engine's settings for this task, but for its replay
+    --num-envs 32 --unroll-length 16 --learning-rate 3e-4 --ent-coef 0.001  # DI-engine's settings for this task
 $PYTHON benchmark/plot.py runs/impala_lunarlander --out docs/results/impala_lunarlander --line random=-186.1
 
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_continuous_action.py" --env-ids HalfCheetah-v5 --num-seeds 3 \

@@ -32,6 +32,7 @@ from cleanmarl.envs import make_gymnasium
 from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
 
 SLOTS_PER_ACTOR = 2  # one to fill while the other waits for the learner
+ADAM_EPS = 1e-3  # not 1e-8: what is solved has gradients of noise alone, and Adam would take full steps along them
 PRIORITY_ALPHA, PRIORITY_BETA = 0.6, 0.4  # Schaul et al. 2016, table 3, proportional variant
 
 
@@ -80,7 +81,7 @@ class Args:
     at its end is dropped, filled up with its last steps before (last), or with empty steps (null_padding)"""
     updates_per_collect: int = 4
     """gradient steps for each batch that is collected"""
-    replay_size: int = 400
+    replay_size: int = 0
     """unrolls (T steps of one environment) kept, from which batches are drawn; 0: learn from each batch as it comes"""
     priority: bool = False
     """draw unrolls from the replay by the size of their value errors"""
@@ -531,7 +532,7 @@ def main(args: Args) -> Path:
 
     envs = make_envs(args, 1)
     agent = Agent(envs, args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=ADAM_EPS, fused=True)
     replay, cutter = Replay(args, unroll_dtype(envs, args)), Cutter(args)
     num_updates = 0
 

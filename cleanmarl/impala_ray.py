@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from cleanmarl.envs import make_gymnasium
 from cleanmarl.run import Run, UsageError, check, check_positive, find_device, launch, seed_everything
 
 CALLS_PER_ACTOR = 2  # one under way while the other waits, so that an actor need not wait for the learner
+ADAM_EPS = 1e-3  # not 1e-8: what is solved has gradients of noise alone, and Adam would take full steps along them
 MOST_DEATHS = 10  # of actors in a row, without an unroll between: then it is no accident
 
 
@@ -82,9 +82,6 @@ class Args:
     """T, steps of each environment in one unroll"""
     updates_per_collect: int = 4
     """gradient steps for each batch that is collected"""
-    replay_size: int = 400
-    """unrolls (T steps of one environment) that each learner keeps, and from which batches are drawn; checkpoints hold
-    none; 0: learn from each batch as it comes"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
     gamma: float = 0.99
@@ -344,13 +341,10 @@ def average(tensors: list[torch.Tensor]) -> None:
             x.copy_(mean.view_as(x))
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, replay: deque, unrolls: np.ndarray, args: Args) -> dict:
+def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, args: Args) -> dict:
     """--updates-per-collect gradient steps for N new unrolls; returns the mean diagnostics."""
     all_stats = []
-    replay.extend(unrolls)
     for _ in range(args.updates_per_collect):
-        if args.replay_size:
-            unrolls = np.stack([replay[i] for i in torch.randint(len(replay), (args.num_envs,))])
         loss, stats = impala_loss(agent, unrolls, args)
         optimizer.zero_grad()
         loss.backward()
@@ -412,8 +406,6 @@ def main(args: Args) -> Path | None:
     check(0 <= args.gamma <= 1 and 0 <= args.vtrace_lambda <= 1, "--gamma and --vtrace-lambda must be in [0, 1]")
     message = f"--rho-clip {args.rho_clip} must be at least --c-clip {args.c_clip}"
     check(args.rho_clip >= args.c_clip, message)
-    message = f"--replay-size {args.replay_size} is less than a batch of --num-envs {args.num_envs} unrolls; 0 is none"
-    check(args.replay_size == 0 or args.replay_size >= args.num_envs, message)
     slot_steps = args.num_envs * args.unroll_length * world_size
     message = f"--total-timesteps {args.total_timesteps} is less than the {slot_steps} steps of one batch"
     check(args.total_timesteps >= slot_steps, message)
@@ -422,9 +414,9 @@ def main(args: Args) -> Path | None:
 
     envs = make_envs(args, 1)
     agent = Agent(envs, args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=ADAM_EPS, fused=True)
     ray = connect(args, world_size)
-    replay, num_updates = deque(maxlen=args.replay_size), 0
+    num_updates = 0
 
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -445,7 +437,7 @@ def main(args: Args) -> Path | None:
                 if ended.any():
                     run.log_episodes({"_episode": ended, "episode": {"r": slot["ep_return"], "l": slot["ep_length"]}})
                 metrics = {"train/policy_lag": num_updates - slot["version"]}
-                metrics |= update(agent, optimizer, replay, slot["unrolls"], args)
+                metrics |= update(agent, optimizer, slot["unrolls"], args)
                 num_updates += args.updates_per_collect
                 actors.publish(num_updates)
                 metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]

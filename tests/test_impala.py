@@ -24,7 +24,7 @@ from cleanmarl import enjoy, impala
 from cleanmarl.run import evaluate, launch, load_checkpoint
 
 SMALL = {"num_actors": 0, "total_timesteps": 128, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
-SMALL |= {"updates_per_collect": 1, "replay_size": 0}
+SMALL |= {"updates_per_collect": 1}
 LINUX = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 
 
@@ -467,7 +467,7 @@ def test_replay_draws_by_priority(is_weight):
 
 
 def test_updates_draw_from_the_replay_and_set_priorities():
-    args = impala.Args(**SMALL | {"updates_per_collect": 3, "replay_size": 8, "priority": True})
+    args = impala.Args(**SMALL | {"updates_per_collect": 3}, replay_size=8, priority=True)
     agent, player, slot = play(args)
     replay = impala.Replay(args, slot["unrolls"].dtype)
     optimizer = torch.optim.Adam(agent.parameters(), 1e-3)
@@ -570,7 +570,7 @@ def test_enjoy_plays_the_run(tmp_path):
         ("--gamma 1.1", "--gamma and --vtrace-lambda must be in [0, 1]"),
         ("--vtrace-lambda -0.1", "--gamma and --vtrace-lambda must be in [0, 1]"),
         ("--replay-size 15", "--replay-size 15 is less than a batch of --num-envs 16 unrolls"),
-        ("--replay-size 0 --priority", "--priority needs a replay: --replay-size"),
+        ("--priority", "--priority needs a replay: --replay-size"),
         ("--replay-size 99 --priority-is-weight", "--priority-is-weight needs --priority"),
         ("--total-timesteps 319", "--total-timesteps 319 is less than the 320 steps of one batch"),
         ("--device nonsense", "--device nonsense is not there"),

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from contextlib import closing
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from cleanmarl import enjoy, impala, impala_ray
 from cleanmarl.run import UsageError, launch, load_checkpoint
 
 SMALL = {"num_actors": 2, "total_timesteps": 640, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
-SMALL |= {"updates_per_collect": 1, "replay_size": 0}
+SMALL |= {"updates_per_collect": 1}
 
 
 class Broken(gym.Env):
@@ -99,23 +98,8 @@ def learn(unrolls, args):
     torch.manual_seed(0)
     agent = impala_ray.Agent(impala_ray.make_envs(args, 1), args)
     optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)
-    metrics = impala_ray.update(agent, optimizer, deque(maxlen=0), unrolls, args)
+    metrics = impala_ray.update(agent, optimizer, unrolls, args)
     return [p.detach() for p in agent.parameters()], metrics
-
-
-def test_batches_are_drawn_from_the_replay():
-    args = impala_ray.Args(**SMALL | {"replay_size": 8})
-    _, slot = played(args)
-    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.0)  # the agent stays as it is
-    agent, replay, losses = impala_ray.Agent(impala_ray.make_envs(args, 1), args), deque(maxlen=8), []
-    for number in range(20):
-        unrolls = slot["unrolls"].copy()
-        unrolls["reward"] = 100 * number  # tells when it came
-        losses.append(impala_ray.update(agent, optimizer, replay, unrolls, args)["train/value_loss"])
-        assert len(replay) == min(4 * (number + 1), 8)
-        assert {unroll["reward"][0] for unroll in replay} == {100 * max(0, number - 1), 100 * number}
-    alone = impala_ray.impala_loss(agent, unrolls, args)[1][1]
-    assert losses[-1] < 0.999 * alone  # some of the last batch were old ones, of lower rewards
 
 
 def learn_half(rank, folder, args, unrolls):
