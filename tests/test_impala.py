@@ -586,8 +586,10 @@ def test_refused(flags, text, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.learning
-def test_learns_cartpole_in_seconds(tmp_path):
-    args = impala.Args(num_actors=0, total_timesteps=40_000, runs_dir=str(tmp_path), eval_episodes=0)
+@pytest.mark.parametrize("num_actors", [0, 2])
+def test_learns_cartpole_in_seconds(num_actors, tmp_path):
+    flags = {"num_actors": num_actors, "deterministic": True, "total_timesteps": 40_000, "eval_episodes": 0}
+    args = impala.Args(**flags, runs_dir=str(tmp_path))
     folder = impala.main(args)
     envs = impala.make_envs(args, 4)
     agent = impala.Agent(envs, args)
