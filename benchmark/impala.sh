@@ -8,7 +8,7 @@ PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/impala_cartpole -- --num-actors 0
 $PYTHON benchmark/plot.py runs/impala_cartpole --out docs/results/impala_cartpole --line random=22
-$PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 3 \
+$PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers 1 --runs-dir runs/impala_cartpole_actors -- --num-actors 2
 $PYTHON benchmark/plot.py runs/impala_cartpole_actors --out docs/results/impala_cartpole_actors --line random=22
 

@@ -32,7 +32,7 @@ from cleanmarl.envs import make_gymnasium
 from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
 
 SLOTS_PER_ACTOR = 2  # one to fill while the other waits for the learner
-ADAM_EPS = 1e-3  # not 1e-8: what is solved has gradients of noise alone, and Adam would take full steps along them
+ADAM_EPS = 1e-2  # not 1e-8: what is solved has gradients of noise alone, and Adam would take full steps along them
 PRIORITY_ALPHA, PRIORITY_BETA = 0.6, 0.4  # Schaul et al. 2016, table 3, proportional variant
 
 

@@ -34,7 +34,7 @@ from cleanmarl.envs import make_gymnasium
 from cleanmarl.run import Run, UsageError, check, check_positive, find_device, launch, seed_everything
 
 CALLS_PER_ACTOR = 2  # one under way while the other waits, so that an actor need not wait for the learner
-ADAM_EPS = 1e-3  # not 1e-8: what is solved has gradients of noise alone, and Adam would take full steps along them
+ADAM_EPS = 1e-2  # not 1e-8: what is solved has gradients of noise alone, and Adam would take full steps along them
 MOST_DEATHS = 10  # of actors in a row, without an unroll between: then it is no accident
 
 
