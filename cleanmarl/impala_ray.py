@@ -109,6 +109,8 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         obs_space, action_space = env.observation_space, env.action_space
         message = f"impala_ray.py needs Discrete actions and {args.env_id} has {action_space}"
         check(isinstance(action_space, gym.spaces.Discrete), f"{message}; try impala_continuous_action.py")
+        message = f"impala_ray.py needs actions counted from 0 and {args.env_id} has {action_space}"
+        check(action_space.start == 0, message)
         message = f"impala_ray.py needs Box or Discrete observations and {args.env_id} has {obs_space}"
         check(isinstance(obs_space, gym.spaces.Box | gym.spaces.Discrete), message)
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1

@@ -95,6 +95,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         obs_space, action_space = env.observation_space, env.action_space
         message = f"needs Discrete actions and {args.env_id} has {action_space}; try ppo_continuous_action.py"
         check(isinstance(action_space, gym.spaces.Discrete), message)
+        check(action_space.start == 0, f"needs actions counted from 0 and {args.env_id} has {action_space}")
         message = f"needs Box or Discrete observations and {args.env_id} has {obs_space}"
         check(isinstance(obs_space, gym.spaces.Box | gym.spaces.Discrete), message)
         is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1

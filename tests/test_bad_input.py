@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 import torch
 
@@ -148,6 +149,20 @@ def test_refused_by_variants_of_ppo(script, package, flags, text, refused):
     if package:
         pytest.importorskip(package)
     assert text in refused(script, *flags.split())
+
+
+class FromOne(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(3, start=1)
+
+
+gym.register("FromOne-v0", FromOne)
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppo_shared", "impala"])
+def test_actions_that_do_not_start_at_0_are_refused(script, refused):
+    assert "needs actions counted from 0 and FromOne-v0 has Discrete(3, start=1)" in refused(
+        script, "--env-id", "FromOne-v0"
+    )
 
 
 @pytest.mark.parametrize(
