@@ -159,7 +159,7 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        self.num_agents, self.shared = envs.num_agents, args.share_parameters
+        self.num_agents, self.shared, self.team_reward = envs.num_agents, args.share_parameters, envs.team_reward
         self.ids = np.eye(self.num_agents, dtype=np.float32)
         num_networks = 1 if self.shared else self.num_agents
         obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
@@ -252,7 +252,7 @@ class Rollout(NamedTuple):
     agent_mask: np.ndarray  # (T, N, A) bool, True = alive
     action: np.ndarray  # (T, N, A) int64
     reward: np.ndarray  # (T, N, A) float32
-    done: np.ndarray  # (T, N, A) bool, the episode ended or the agent died with this step
+    done: np.ndarray  # (T, N, A) bool, the episode ended, or the agent died with this step and has no team that earns
 
 
 def gae(reward, value, next_value, done, gamma, gae_lambda) -> np.ndarray:
@@ -288,16 +288,19 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
 
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
         done = termination | truncation
-        rollout.reward[t] = reward * reward_scale
         # Death ends an agent's own episode; at the end of the whole episode `info` is of the next one already.
-        rollout.done[t] = done[:, None] | (rollout.agent_mask[t] & ~info["agent_mask"])
+        alive, dies = rollout.agent_mask[t], rollout.agent_mask[t] & ~info["agent_mask"]
+        if agent.team_reward:  # Death is no end: the dead go on earning what the team, each of the living, earns.
+            reward, dies = reward.sum(1, keepdims=True) / alive.sum(1, keepdims=True), False
+        rollout.reward[t] = reward * reward_scale
+        rollout.done[t] = done[:, None] | dies
         if "_episode" in info:
             run.log_episodes(info)
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
                 final_features = torch.from_numpy(agent.features(info["final_obs"][cut])).to(device)
                 final_value = agent.by_agent(agent.value(agent.normalize(final_features))).cpu().numpy()
-                rollout.reward[t, cut] += gamma * final_value * info["final_agent_mask"][cut]
+                rollout.reward[t, cut] += gamma * final_value * (agent.team_reward | info["final_agent_mask"][cut])
     return obs, info
 
 
@@ -307,6 +310,7 @@ class Batch(NamedTuple):
     features: torch.Tensor  # (M, B, D) normalised observations
     action_mask: torch.Tensor  # (M, B, K)
     alive: torch.Tensor  # (M, B) 1.0 for living agents, 0.0 for the rest
+    earns: torch.Tensor  # (M, B) 1.0 where there is a return to predict: the living, and the dead of a team
     action: torch.Tensor  # (M, B)
     log_prob: torch.Tensor  # (M, B) of the policy that acted
     advantage: torch.Tensor  # (M, B)
@@ -330,6 +334,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     next_features = agent.normalize(torch.from_numpy(agent.features(next_obs)).to(device))
     action_mask, action = by_network(rollout.action_mask), by_network(rollout.action)
     alive = by_network(rollout.agent_mask).float()
+    earns = torch.ones_like(alive) if agent.team_reward else alive
     log_prob = agent.logits(features, action_mask).log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
     value = agent.value(features)
     next_value = by_agent(agent.value(next_features))[0]
@@ -338,10 +343,10 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     advantage = by_network(advantage.astype(np.float32))
     return_ = advantage + value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
-        agent.value_stats.update(return_[..., None], alive[..., None])
+        agent.value_stats.update(return_[..., None], earns[..., None])
         return_ = agent.value_stats.normalize(return_[..., None]).squeeze(-1)
         value = agent.value_stats.normalize(value[..., None]).squeeze(-1)
-    return Batch(features, action_mask, alive, action, log_prob, advantage, return_, value)
+    return Batch(features, action_mask, alive, earns, action, log_prob, advantage, return_, value)
 
 
 class Settings(NamedTuple):
@@ -370,8 +375,9 @@ def make_settings(args: Args, device: torch.device) -> Settings:
 
 def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Each network's own PPO loss (M,), and its diagnostics (5, M): policy, value, entropy, approx_kl, clipfrac."""
-    # (M, B) weights that turn a sum into the mean over the samples of living agents
+    # (M, B) weights that turn a sum into the mean over the samples of living agents, or over those with a return
     weight = batch.alive / batch.alive.sum(1, keepdim=True).clamp(min=1)
+    value_weight = batch.earns / batch.earns.sum(1, keepdim=True).clamp(min=1)
 
     log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1)
     log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
@@ -392,13 +398,13 @@ def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) ->
     value_loss = (new_value - batch.return_).square()
 
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
+    loss = (policy_loss - settings.ent_coef * entropy) * weight + settings.vf_coef * value_loss * value_weight
 
     with torch.no_grad():
         approx_kl = ratio - 1 - log_ratio
         clipped = (ratio != clipped_ratio).float()
         stats = (torch.stack([policy_loss, value_loss, entropy, approx_kl, clipped]) * weight).sum(-1)
-    return (loss * weight).sum(1), stats
+    return loss.sum(1), stats
 
 
 def stack_parameters(agent: Agent) -> torch.Tensor:

@@ -205,7 +205,7 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        self.num_agents, self.shared = envs.num_agents, args.share_parameters
+        self.num_agents, self.shared, self.team_reward = envs.num_agents, args.share_parameters, envs.team_reward
         self.ids = np.eye(self.num_agents, dtype=np.float32)
         num_networks = 1 if self.shared else self.num_agents
         obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
@@ -328,8 +328,8 @@ class Rollout(NamedTuple):
     agent_mask: np.ndarray  # (T, N, A) bool, True = alive
     action: np.ndarray  # (T, N, A) int64
     reward: np.ndarray  # (T, N, A) float32
-    done: np.ndarray  # (T, N, A) bool, the episode ended or the agent died with this step
-    cut: np.ndarray  # (T, N, A) bool, alive when a time limit ended the episode, with final_obs
+    done: np.ndarray  # (T, N, A) bool, the episode ended, or the agent died with this step and has no team that earns
+    cut: np.ndarray  # (T, N, A) bool, still earning when a time limit ended the episode, with final_obs
     final_obs: np.ndarray  # (T, N, A, D) float32, where cut
 
 
@@ -367,15 +367,19 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, state, rollout: Roll
 
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
         done = termination | truncation
-        rollout.reward[t] = reward * reward_scale
         # Death ends an agent's own episode; at the end of the whole episode `info` is of the next one already.
-        rollout.done[t] = done[:, None] | (rollout.agent_mask[t] & ~info["agent_mask"])
+        alive, dies = rollout.agent_mask[t], rollout.agent_mask[t] & ~info["agent_mask"]
+        if agent.team_reward:  # Death is no end: the dead go on earning what the team, each of the living, earns.
+            reward, dies = reward.sum(1, keepdims=True) / alive.sum(1, keepdims=True), False
+        rollout.reward[t] = reward * reward_scale
+        rollout.done[t] = done[:, None] | dies
         state = forget(agent, state, rollout.done[t])
         rollout.cut[t] = False
         if "_episode" in info:
             run.log_episodes(info)
             cut = truncation & ~termination & args.time_limit_bootstrap
-            rollout.cut[t, cut], rollout.final_obs[t, cut] = info["final_agent_mask"][cut], info["final_obs"][cut]
+            rollout.cut[t, cut] = agent.team_reward | info["final_agent_mask"][cut]
+            rollout.final_obs[t, cut] = info["final_obs"][cut]
     return obs, info
 
 
@@ -385,6 +389,7 @@ class Batch(NamedTuple):
     features: torch.Tensor  # (M, T, B, D) normalised observations
     action_mask: torch.Tensor  # (M, T, B, K)
     alive: torch.Tensor  # (M, T, B) 1.0 for living agents, 0.0 for the rest
+    earns: torch.Tensor  # (M, T, B) 1.0 where there is a return to predict: the living, and the dead of a team
     action: torch.Tensor  # (M, T, B)
     log_prob: torch.Tensor  # (M, T, B) of the policy that acted
     advantage: torch.Tensor  # (M, T, B)
@@ -417,6 +422,7 @@ def estimate(agent: Agent, rollout: Rollout, state: torch.Tensor, next_obs: np.n
     features = agent.normalize(torch.from_numpy(agent.features(obs)).to(device)).unflatten(1, (T, -1))
     action_mask, action = by_network(rollout.action_mask), by_network(rollout.action)
     alive, done = by_network(rollout.agent_mask).float(), by_network(rollout.done).float()
+    earns = torch.ones_like(alive) if agent.team_reward else alive
     logits, value, states, next_state = agent(features, state, done)
     log_probs = logits.masked_fill(~action_mask, -1e8).log_softmax(-1)
     log_prob = log_probs.gather(-1, action[..., None]).squeeze(-1)
@@ -432,10 +438,10 @@ def estimate(agent: Agent, rollout: Rollout, state: torch.Tensor, next_obs: np.n
     advantage = by_network(advantage.astype(np.float32))
     return_ = advantage + value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
-        agent.value_stats.update(return_.flatten(1)[..., None], alive.flatten(1)[..., None])
+        agent.value_stats.update(return_.flatten(1)[..., None], earns.flatten(1)[..., None])
         return_, value = agent.value_stats.normalize(return_), agent.value_stats.normalize(value)
-    batch = Batch(features, action_mask, alive, action, log_prob, advantage, return_, value, done, state[:, None])
-    return batch, next_state
+    learned = alive, earns, action, log_prob, advantage, return_, value, done
+    return Batch(features, action_mask, *learned, state[:, None]), next_state
 
 
 class Settings(NamedTuple):
@@ -465,8 +471,9 @@ def make_settings(args: Args, device: torch.device) -> Settings:
 
 def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Each network's own PPO loss (M,), and its diagnostics (5, M): policy, value, entropy, approx_kl, clipfrac."""
-    # (M, T, B) weights that turn a sum into the mean over the samples of living agents
+    # (M, T, B) weights that turn a sum into the mean over the samples of living agents, or over those with a return
     weight = batch.alive / batch.alive.sum((1, 2), keepdim=True).clamp(min=1)
+    value_weight = batch.earns / batch.earns.sum((1, 2), keepdim=True).clamp(min=1)
 
     # detail lstm-5: the states are replayed from the one before the rollout
     logits, new_value, _, _ = agent(batch.features, batch.state[:, 0], batch.done)
@@ -488,13 +495,13 @@ def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) ->
     value_loss = (new_value - batch.return_).square()
 
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
+    loss = (policy_loss - settings.ent_coef * entropy) * weight + settings.vf_coef * value_loss * value_weight
 
     with torch.no_grad():
         approx_kl = ratio - 1 - log_ratio
         clipped = (ratio != clipped_ratio).float()
         stats = (torch.stack([policy_loss, value_loss, entropy, approx_kl, clipped]) * weight).sum((-2, -1))
-    return (loss * weight).sum((1, 2)), stats
+    return loss.sum((1, 2)), stats
 
 
 def stack_parameters(agent: Agent) -> torch.Tensor:

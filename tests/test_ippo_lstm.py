@@ -361,9 +361,13 @@ def test_the_second_rollout_goes_on_from_the_state_of_the_first(toy):
         assert not state[ended].any() and (state[~ended] != 0).any(-1).all()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(shared, toy):
-    """With lambda 0 a return is r + gamma V(next obs): V from torch's LSTM, run over one episode at a time."""
+@pytest.mark.parametrize("shared, team", [(False, False), (True, False), (False, True), (True, True)])
+def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(shared, team, toy, monkeypatch):
+    """With lambda 0 a return is r + gamma V(next obs): V from torch's LSTM, run over one episode at a time.
+
+    Death ends an agent's episode, unless the reward is the team's: then all earn the mean of the living's.
+    """
+    monkeypatch.setattr(Toy, "team_reward", team)
     gamma = (0.9, 0.8, 0.7)
     changes = {"share_parameters": shared, "gamma": gamma, "gae_lambda": (0.0,), "reward_scale": (1.0, 10.0, 1.0)}
     args = Args(env_id=toy, **SMALL, **changes, normalize_value=False)
@@ -386,7 +390,7 @@ def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(sh
             obs = np.stack([*rollout.obs[first:last, n], *([] if following is None else [following])])
             features = agent.by_agent(torch.from_numpy(agent.features(obs)))  # (steps, A, D)
             for a in range(3):
-                lifetime = [40, 3, length][a]
+                lifetime, reward = (41, [2, 20, 2][a]) if team else ([40, 3, length][a], [1, 20, 3][a])
                 dies = last - first >= lifetime
                 x = features[:lifetime, a] if dies else features[:, a]
                 with torch.no_grad():
@@ -394,7 +398,7 @@ def test_values_after_a_time_limit_and_after_the_rollout_remember_the_episode(sh
                 value = value[:, 0, 0].numpy()
                 value = np.append(value[1:], 0) if dies or following is None else value[1:]
                 ours = return_[first : first + len(value), n, a]
-                np.testing.assert_allclose(ours, [1, 20, 3][a] + gamma[a] * value, rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(ours, reward + gamma[a] * value, rtol=1e-4, atol=1e-4)
 
 
 PER_AGENT = {
@@ -489,6 +493,22 @@ def test_dead_agents_add_nothing(toy):
     torch.testing.assert_close(stats, stats2)
     for a, b in zip(gradients, torch.autograd.grad(loss2.sum(), list(agent.parameters()))):
         torch.testing.assert_close(a, b)
+
+
+def test_a_critic_learns_what_the_dead_of_a_team_earn(toy, monkeypatch):
+    monkeypatch.setattr(Toy, "team_reward", True)
+    args = Args(env_id=toy, **SMALL)
+    agent, (_, batch) = collected(args)
+    dead = 1 - batch.alive
+    assert dead[1].any() and (batch.earns == 1).all()
+    loss, _ = ippo_lstm.ippo_loss(agent, batch, settings_of(args), True)
+    other = batch._replace(advantage=batch.advantage + 1e3 * dead, log_prob=batch.log_prob - dead)
+    torch.testing.assert_close(ippo_lstm.ippo_loss(agent, other, settings_of(args), True)[0], loss)
+    error = agent(batch.features, batch.state[:, 0], batch.done)[1] - batch.return_
+    change = ((error - dead).square() - error.square()).mean((1, 2))
+    other = batch._replace(return_=batch.return_ + dead)
+    loss2, _ = ippo_lstm.ippo_loss(agent, other, settings_of(args), True)
+    torch.testing.assert_close(loss2 - loss, change, atol=1e-5, rtol=1e-4)
 
 
 def test_statistics_are_of_living_samples_saved_and_frozen_at_evaluation(toy, tmp_path):

@@ -40,6 +40,7 @@ def focus_fire(mask: np.ndarray) -> np.ndarray:
 def play(env_id: str, num_envs: int, steps: int, seed: int = 5, policy=None, **options) -> list:
     """[(obs, info)] + [(action, obs, reward, termination, truncation, info), ...]; without a policy, at random."""
     envs, rng = make(env_id, num_envs, **options), np.random.default_rng(0)
+    assert envs.team_reward
     record = [envs.reset(seed=seed)]
     for _ in range(steps):
         mask = record[-1][-1]["action_mask"]

@@ -29,6 +29,7 @@ def focus_fire(mask: np.ndarray) -> np.ndarray:
 def play(env_id: str, num_envs: int, steps: int, seed: int = 5, policy=None) -> list:
     """[(obs, info)] + [(action, obs, reward, termination, truncation, info), ...]; without a policy, at random."""
     envs, rng = make(env_id, num_envs), np.random.default_rng(0)
+    assert envs.team_reward
     record = [envs.reset(seed=seed)]
     for _ in range(steps):
         mask = record[-1][-1]["action_mask"]

@@ -65,6 +65,7 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
     action_sizes: np.ndarray  # (A,) number of actions (discrete) or action dimension (continuous) of each agent
     state_size: int
     continuous: bool = False
+    team_reward: bool = False  # True where agents die and what the living earn is the whole team's, as in StarCraft
 
     def _set_spaces(
         self, num_envs: int, agents: tuple[str, ...], obs_sizes, action_sizes, state_size: int, action_space=None

@@ -85,7 +85,9 @@ def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    return make_in_workers("smaclite", name, parallel_env, num_envs, num_workers, options)
+    envs = make_in_workers("smaclite", name, parallel_env, num_envs, num_workers, options)
+    envs.team_reward = True
+    return envs
 
 
 def parallel_env(task: str, max_steps: int | None = None, **options) -> "Battle":

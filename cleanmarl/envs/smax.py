@@ -135,6 +135,8 @@ def split(keys):
 class SmaxVectorEnv(MultiAgentVectorEnv):
     """N copies of one scenario; see the module's docstring."""
 
+    team_reward = True
+
     def __init__(self, name: str, num_envs: int, game: Game, render_mode: str | None):
         self.env_id, self.game, self.render_mode, self.batch = f"smax/{name}", game, render_mode, None
         env, A = game.env, game.env.num_agents
