@@ -22,3 +22,11 @@ $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_speaker_listener_v4 \
     --out docs/results/maddpg_multienvs_simple_speaker_listener --line random=-79.5
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_adversary_v3 --tag eval/ep_reward_agent_1 \
     --out docs/results/maddpg_multienvs_simple_adversary --line random=8.05
+
+# SMAClite, if it is there (docs/environments.md): about 100 steps a second
+if $PYTHON -c "import smaclite" 2>/dev/null; then
+    $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
+        --env-ids smaclite/3m --runs-dir runs/maddpg_multienvs_smaclite_3m -- --total-timesteps 40000
+    $PYTHON benchmark/plot.py runs/maddpg_multienvs_smaclite_3m --tag rollout/battle_won \
+        --out docs/results/maddpg_multienvs_smaclite_3m
+fi

@@ -55,10 +55,13 @@ done
 plot continuous_action_spread --line random=-75.5
 plot continuous_action_multiwalker --line random=-307
 
-# SMAClite, if it is there (docs/environments.md): 100 steps a second; every battle begins alike, and rollouts are small
+# SMAClite, if it is there (docs/environments.md): 100 steps a second; the settings of CleanMARL's MAPPO
 if $PYTHON -c "import smaclite" 2>/dev/null; then
-    for script in mappo coppo ippo; do
-        run $script 3 smaclite/3m runs/mappo_smaclite_3m --total-timesteps 30000 --num-envs 8 --num-steps 50 --gamma 0.99
+    same=(--total-timesteps 30000 --num-envs 3 --num-steps 25 --num-minibatches 1 --update-epochs 3 --gamma 0.99 --no-norm-adv
+        --no-normalize-value --ent-coef 0.001 --learning-rate 8e-4 --no-time-limit-bootstrap)
+    for script in mappo coppo; do
+        run $script 3 smaclite/3m runs/mappo_smaclite_3m "${same[@]}" --value-clip-coef 0 --huber-delta 0 --critic-learning-rate 8e-4
     done
+    run ippo 3 smaclite/3m runs/mappo_smaclite_3m "${same[@]}" --share-parameters --lr-schedule constant --max-grad-norm 10
     plot smaclite_3m --tag rollout/battle_won
 fi

@@ -61,6 +61,8 @@ class Args:
     """units of each of the two hidden layers of an actor"""
     critic_hidden_dim: int = 64
     """units of each of the two hidden layers of a critic"""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """of the hidden layers; MAPPO's authors take ReLU, but tanh for simple_spread"""
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """Adam as in mappo.py, or RMSprop with smoothing 0.99 as in the paper"""
     learning_rate: float = 7e-4
@@ -212,18 +214,19 @@ class Agent(nn.Module):
         num_actions, hidden, critic_hidden = int(envs.action_sizes.max()), args.hidden_dim, args.critic_hidden_dim
         self.counterfactual, self.one_hot = args.advantage == "counterfactual", np.eye(num_actions, dtype=np.float32)
         others_size = self.num_agents * num_actions if self.counterfactual else 0
+        activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
         self.actor = nn.Sequential(
             StackedLinear(num_networks, obs_size, hidden),
-            nn.Tanh(),
+            activation(),
             StackedLinear(num_networks, hidden, hidden),
-            nn.Tanh(),
+            activation(),
             StackedLinear(num_networks, hidden, num_actions, std=0.01),
         )
         self.critic = nn.Sequential(
             StackedLinear(num_networks, envs.state_size + obs_size + others_size, critic_hidden),
-            nn.Tanh(),
+            activation(),
             StackedLinear(num_networks, critic_hidden, critic_hidden),
-            nn.Tanh(),
+            activation(),
             StackedLinear(num_networks, critic_hidden, num_actions if self.counterfactual else 1, std=1.0),
         )
         self.value_stats = PopArt(num_networks) if args.normalize_value else None
@@ -298,10 +301,11 @@ def numpy_actor(agent: Agent):
     For the few rows of one step it takes a quarter of torch's time. Who changes the network changes it here too.
     """
     w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
+    activation = np.tanh if isinstance(agent.actor[1], nn.Tanh) else lambda x: np.maximum(x, 0)
 
     def actor(features: np.ndarray) -> np.ndarray:
         x = agent.by_network(features)
-        return agent.by_agent(np.tanh(np.tanh(x @ w1 + b1) @ w2 + b2) @ w3 + b3)
+        return agent.by_agent(activation(activation(x @ w1 + b1) @ w2 + b2) @ w3 + b3)
 
     return actor
 

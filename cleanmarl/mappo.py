@@ -11,7 +11,7 @@ learning rate; less the settings per agent and the schedules. An agent's reward 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ class Args:
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
     hidden_dim: int = 64
     """units of each of the two hidden layers"""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """of the hidden layers; MAPPO's authors take ReLU, but tanh for simple_spread"""
     learning_rate: float = 7e-4
     """learning rate of the actors' Adam"""
     critic_learning_rate: float = 7e-4
@@ -167,18 +169,19 @@ class Agent(nn.Module):
         num_networks = 1 if self.shared else self.num_agents
         obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
         num_actions, hidden = int(envs.action_sizes.max()), args.hidden_dim
+        activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
         self.actor = nn.Sequential(
             StackedLinear(num_networks, obs_size, hidden),
-            nn.Tanh(),
+            activation(),
             StackedLinear(num_networks, hidden, hidden),
-            nn.Tanh(),
+            activation(),
             StackedLinear(num_networks, hidden, num_actions, std=0.01),
         )
         self.critic = nn.Sequential(
             StackedLinear(num_networks, envs.state_size + obs_size, hidden),
-            nn.Tanh(),
+            activation(),
             StackedLinear(num_networks, hidden, hidden),
-            nn.Tanh(),
+            activation(),
             StackedLinear(num_networks, hidden, 1, std=1.0),
         )
         self.value_stats = PopArt(num_networks) if args.normalize_value else None
@@ -233,10 +236,11 @@ def numpy_actor(agent: Agent):
     For the few rows of one step it takes a quarter of torch's time. Who changes the network changes it here too.
     """
     w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
+    activation = np.tanh if isinstance(agent.actor[1], nn.Tanh) else lambda x: np.maximum(x, 0)
 
     def actor(features: np.ndarray) -> np.ndarray:
         x = agent.by_network(features)
-        return agent.by_agent(np.tanh(np.tanh(x @ w1 + b1) @ w2 + b2) @ w3 + b3)
+        return agent.by_agent(activation(activation(x @ w1 + b1) @ w2 + b2) @ w3 + b3)
 
     return actor
 

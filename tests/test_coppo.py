@@ -331,6 +331,16 @@ def test_a_dead_agent_earns_what_the_living_do(toy):
     assert (rollout.reward[..., 1] == rollout.reward[..., 0]).all()
 
 
+@pytest.mark.parametrize("activation, layer", [("tanh", torch.nn.Tanh), ("relu", torch.nn.ReLU)])
+def test_the_actor_that_acts_is_the_actor_that_learns(activation, layer):
+    args = coppo.Args(activation=activation)
+    agent = coppo.Agent(coppo.make_envs(args, 1), args)
+    assert all(isinstance(x, layer) for network in (agent.actor, agent.critic) for x in network[1:4:2])
+    features = agent.features(np.random.default_rng(0).normal(size=(7, 3, 18)).astype(np.float32))
+    theirs = agent.by_agent(agent.actor(agent.by_network(torch.from_numpy(features))))
+    torch.testing.assert_close(torch.from_numpy(coppo.numpy_actor(agent)(features)), theirs, atol=1e-5, rtol=1e-5)
+
+
 def test_exploration_is_part_of_the_policy():
     """The share of random actions is uniform over the legal ones, and the probabilities are those of the samples."""
     args = coppo.Args(env_id="matrix/penalty", num_envs=20_000, num_steps=1, share_parameters=False)

@@ -152,10 +152,12 @@ def test_first_ratio_is_one(env_id, shared, toy):
     assert stats[3].abs() < 1e-6 and stats[4] == 0  # KL divergence and clipped fraction
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_the_actor_that_acts_is_the_actor_that_learns(shared):
-    args = mappo.Args(share_parameters=shared)
+@pytest.mark.parametrize("shared, activation", [(True, "tanh"), (False, "tanh"), (True, "relu"), (False, "relu")])
+def test_the_actor_that_acts_is_the_actor_that_learns(shared, activation):
+    args = mappo.Args(share_parameters=shared, activation=activation)
     agent = mappo.Agent(mappo.make_envs(args, 1), args)
+    kinds = [type(layer) for network in (agent.actor, agent.critic) for layer in network[1:4:2]]
+    assert kinds == [{"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}[activation]] * 4
     with torch.no_grad():
         agent.actor[-1].weight *= 100
     features = agent.features(np.random.default_rng(0).normal(size=(7, 3, 18)).astype(np.float32))
