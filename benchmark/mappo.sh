@@ -62,6 +62,8 @@ if $PYTHON -c "import smaclite" 2>/dev/null; then
     for script in mappo coppo; do
         run $script 3 smaclite/3m runs/mappo_smaclite_3m "${same[@]}" --value-clip-coef 0 --huber-delta 0 --critic-learning-rate 8e-4
     done
+    run mappo 3 smaclite/3m runs/mappo_smaclite_3m_relu "${same[@]}" --value-clip-coef 0 --huber-delta 0 \
+        --critic-learning-rate 8e-4 --activation relu
     run ippo 3 smaclite/3m runs/mappo_smaclite_3m "${same[@]}" --share-parameters --lr-schedule constant --max-grad-norm 10
     plot smaclite_3m --tag rollout/battle_won
 fi
