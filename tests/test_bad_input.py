@@ -158,7 +158,7 @@ class FromOne(gym.Env):
 gym.register("FromOne-v0", FromOne)
 
 
-@pytest.mark.parametrize("script", ["ppo", "ppo_shared", "impala"])
+@pytest.mark.parametrize("script", ["ppo", "ppo_shared", "impala", "impala_ray"])
 def test_actions_that_do_not_start_at_0_are_refused(script, refused):
     assert "needs actions counted from 0 and FromOne-v0 has Discrete(3, start=1)" in refused(
         script, "--env-id", "FromOne-v0"
