@@ -9,9 +9,19 @@ for task in simple_spread_v3 simple_speaker_listener_v4 simple_adversary_v3; do
     $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids "mpe/$task" --runs-dir "runs/maddpg_multienvs_$task" -- --total-timesteps 400000
 done
+# longer: the speakers of some seeds begin to speak late
+$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
+    --env-ids mpe/simple_speaker_listener_v4 --runs-dir runs/maddpg_multienvs_listener_long -- --total-timesteps 1000000
+# the other scripts, with their defaults
+for script in maddpg maddpg_lstm maddpg_lstm_multienvs; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 3 --workers "$WORKERS" \
+        --env-ids mpe/simple_spread_v3 --runs-dir runs/maddpg_simple_spread -- --total-timesteps 400000
+done
+$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_continuous_action.py" --num-seeds 3 --workers "$WORKERS" \
+    --env-ids "mpe/simple_spread_v3?continuous_actions=True" --runs-dir runs/maddpg_simple_spread -- --total-timesteps 400000
 # sparse rewards: with the defaults, and with rewards normalised by those in the buffer
 for flags in "" --normalize-reward; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
+    $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_multienvs_foraging -- --total-timesteps 400000 $flags
 done
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_foraging --group-by normalize_reward \
@@ -20,6 +30,10 @@ $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_spread_v3 --out docs/resu
     --line random=-79.3 "CleanMARL (200k steps)=-68.7"
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_speaker_listener_v4 \
     --out docs/results/maddpg_multienvs_simple_speaker_listener --line random=-79.5
+$PYTHON benchmark/plot.py runs/maddpg_multienvs_listener_long --out docs/results/maddpg_multienvs_listener_long \
+    --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5"
+$PYTHON benchmark/plot.py runs/maddpg_simple_spread --out docs/results/maddpg_simple_spread \
+    --line mpe/simple_spread_v3:random=-79.3 "mpe/simple_spread_v3?continuous_actions=True:random=-75.5"
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_adversary_v3 --tag eval/ep_reward_agent_1 \
     --out docs/results/maddpg_multienvs_simple_adversary --line random=8.05
 

@@ -38,12 +38,23 @@ plot simple_tag_v3 --tag rollout/ep_reward_agent_0 --line random=4.3
 plot foraging --line random=0 best=1
 
 # recurrent; coppo_lstm with rollouts of the others' size, its default of 8 x 400 steps is for StarCraft
-run ippo_lstm 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener --total-timesteps 400000
-run mappo_lstm 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener --total-timesteps 400000
-same=(--total-timesteps 400000 --num-envs 128 --num-steps 25 --num-minibatches 4 --gamma 0.95 --gae-lambda 0.95
-    --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4)
-run coppo_lstm 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener "${same[@]}"
+recurrent() {  # number of seeds, id of the environment, folder of the runs, flags
+    run ippo_lstm "$1" "$2" "$3" --total-timesteps 400000 "${@:4}"
+    run mappo_lstm "$1" "$2" "$3" --total-timesteps 400000 "${@:4}"
+    if [[ "$*" != *--num-steps* ]]; then set -- "$@" --num-envs 128 --num-steps 25 --gamma 0.95; fi
+    run coppo_lstm "$1" "$2" "$3" --total-timesteps 400000 "${@:4}" --num-minibatches 4 --gae-lambda 0.95 \
+        --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4
+}
+recurrent 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener
+recurrent 3 mpe/simple_spread_v3 runs/mappo_lstm_spread
+recurrent 3 mpe/simple_reference_v3 runs/mappo_lstm_reference
+recurrent 3 mpe/simple_tag_v3 runs/mappo_lstm_tag --no-share-parameters
+recurrent 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_lstm_foraging --num-envs 32 --num-steps 50 --gamma 0.99
 plot lstm_listener --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5"
+plot lstm_spread --line random=-79.3
+plot lstm_reference --line random=-56.5
+plot lstm_tag --tag rollout/ep_reward_agent_0 --line random=4.3
+plot lstm_foraging --line random=0 best=1
 
 # continuous actions; multiwalker's episodes are long and end by a fall: a higher discount, rollouts of 200 steps
 for script in ippo_continuous_action mappo_continuous_action; do
