@@ -112,15 +112,18 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
     return envs
 
 
-def have_shared_reward(envs: MultiAgentVectorEnv, seed: int, num_steps: int = 400) -> bool:
-    """Whether all living agents earn the same at each of `num_steps` random steps; False too if nobody earns anything.
+def have_shared_reward(envs: MultiAgentVectorEnv, seed: int, num_steps: int = 200) -> bool:
+    """Whether the environment says that its agents are one team, or all who live earn the same when played at random.
 
-    A guess that errs on the safe side: critics of their own suit a shared reward too, unless agents die before its end.
+    Every environment is played for `num_steps`; False too if nobody earns anything. A guess that errs on the safe side:
+    critics of their own suit a shared reward too, unless agents die before its end.
     """
+    if envs.team_reward:
+        return True
     envs.action_space.seed(seed)
     _, info = envs.reset(seed=seed)
     is_earned = False
-    for _ in range(-(-num_steps // envs.num_envs)):
+    for _ in range(num_steps):
         alive = info["agent_mask"]
         _, reward, _, _, info = envs.step(envs.action_space.sample() * envs.real_actions)
         if (np.where(alive, reward, np.inf).min(1) < np.where(alive, reward, -np.inf).max(1)).any():
@@ -147,7 +150,8 @@ class Agent(nn.Module):
         space = envs.single_action_space
         is_bounded = np.isfinite(space.high - space.low)  # where it is not, both units are the same
         low, high = np.where(is_bounded, space.low, -1), np.where(is_bounded, space.high, 1)
-        self.middle, self.half_range = (high + low) / 2 * envs.real_actions, (high - low) / 2 * envs.real_actions
+        self.middle, self.half_range = (high + low) / 2, (high - low) / 2
+        self.low, self.high = space.low, space.high
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         """Actions (..., A, K) in [-1, 1]; obs (..., A, D)."""
@@ -161,7 +165,8 @@ class Agent(nn.Module):
 
     def env_action(self, action: np.ndarray) -> np.ndarray:
         """Actions (N, A, K) in the unit of the environment."""
-        return (self.middle + self.half_range * action).astype(np.float32)
+        action = (self.middle + self.half_range * action).astype(np.float32)
+        return action.clip(self.low, self.high) * self.real_actions  # roundings, and bounds on one side only
 
 
 class StackedLinear(nn.Module):
@@ -325,9 +330,9 @@ class Buffer:
         lengths = self.lengths[index]
         T = lengths.max()
         obs, state, agent_mask, action, reward = (x[index, : T + 1] for x in self.episodes)
-        mask = np.arange(T + 1) < lengths[:, None]  # (B, T + 1): no padding
-        alive = agent_mask & mask[..., None]
-        reward, alive, survive = reward[:, :T], alive[:, :T], agent_mask[:, 1:]
+        is_step = np.arange(T) < lengths[:, None]  # (B, T): no padding
+        alive, survive = agent_mask[:, :T] & is_step[..., None], agent_mask[:, 1:]
+        reward = reward[:, :T]
         if self.individual_critics:
             weight, goes_on = alive, alive & survive
         else:
@@ -480,6 +485,7 @@ def main(args: Args) -> Path:
     optimizer_class = getattr(torch.optim, args.optimizer)
     actor_optimizer = optimizer_class(agent.parameters(), lr=args.learning_rate_actor, fused=True)
     critic_optimizer = optimizer_class(critic.parameters(), lr=args.learning_rate_critic, fused=True)
+    targets, optimizers = (target_agent, target_critic), (actor_optimizer, critic_optimizer)
     buffer = Buffer(envs, args)
 
     modules = {"agent": agent, "critic": critic, "target_agent": target_agent, "target_critic": target_critic}
@@ -492,7 +498,6 @@ def main(args: Args) -> Path:
             now = collect(agent, envs, now, buffer, run)
             for _ in range(args.epochs if buffer.size >= args.batch_size else 0):
                 batch = buffer.sample(args.batch_size, device)
-                targets, optimizers = (target_agent, target_critic), (actor_optimizer, critic_optimizer)
                 metrics = update(agent, critic, targets, optimizers, batch, args)
                 if critic.num_updates % args.target_network_update_freq == 0:
                     soft_update(target_agent, agent, args.polyak)

@@ -110,21 +110,23 @@ class Args:
 def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
     """The environments of a run; UsageError if their actions are continuous."""
     envs = make(args.env_id, num_envs, **options)
-    hint = "try maddpg_continuous_action.py"
-    message = f"maddpg_lstm_multienvs.py needs discrete actions and those of {args.env_id} are continuous; {hint}"
-    check(not envs.continuous, message)
+    message = f"maddpg_lstm_multienvs.py needs discrete actions and those of {args.env_id} are continuous"
+    check(not envs.continuous, f"{message}; try maddpg_continuous_action.py")
     return envs
 
 
-def have_shared_reward(envs: MultiAgentVectorEnv, seed: int, num_steps: int = 400) -> bool:
-    """Whether all living agents earn the same at each of `num_steps` random steps; False too if nobody earns anything.
+def have_shared_reward(envs: MultiAgentVectorEnv, seed: int, num_steps: int = 200) -> bool:
+    """Whether the environment says that its agents are one team, or all who live earn the same when played at random.
 
-    A guess that errs on the safe side: critics of their own suit a shared reward too, unless agents die before its end.
+    Every environment is played for `num_steps`; False too if nobody earns anything. A guess that errs on the safe side:
+    critics of their own suit a shared reward too, unless agents die before its end.
     """
+    if envs.team_reward:
+        return True
     rng = np.random.default_rng(seed)
     _, info = envs.reset(seed=seed)
     is_earned = False
-    for _ in range(-(-num_steps // envs.num_envs)):
+    for _ in range(num_steps):
         alive, action_mask = info["agent_mask"], info["action_mask"]
         action = (rng.random(action_mask.shape) * action_mask).argmax(-1)
         _, reward, _, _, info = envs.step(action)
@@ -354,9 +356,9 @@ class Buffer:
         lengths = self.lengths[index]
         T = lengths.max()
         obs, state, action_mask, agent_mask, action, reward = (x[index, : T + 1] for x in self.episodes)
-        mask = np.arange(T + 1) < lengths[:, None]  # (B, T + 1): no padding
-        alive = agent_mask & mask[..., None]
-        reward, alive, survive = reward[:, :T], alive[:, :T], agent_mask[:, 1:]
+        is_step = np.arange(T) < lengths[:, None]  # (B, T): no padding
+        alive, survive = agent_mask[:, :T] & is_step[..., None], agent_mask[:, 1:]
+        reward = reward[:, :T]
         if self.individual_critics:
             weight, goes_on = alive, alive & survive
         else:
@@ -513,6 +515,7 @@ def main(args: Args) -> Path:
     optimizer_class = getattr(torch.optim, args.optimizer)
     actor_optimizer = optimizer_class(agent.parameters(), lr=args.learning_rate_actor, fused=True)
     critic_optimizer = optimizer_class(critic.parameters(), lr=args.learning_rate_critic, fused=True)
+    targets, optimizers = (target_agent, target_critic), (actor_optimizer, critic_optimizer)
     buffer = Buffer(envs, args)
 
     modules = {"agent": agent, "critic": critic, "target_agent": target_agent, "target_critic": target_critic}
@@ -525,7 +528,6 @@ def main(args: Args) -> Path:
             now = collect(agent, envs, now, buffer, run)
             for _ in range(args.epochs if buffer.size >= args.batch_size else 0):
                 batch = buffer.sample(args.batch_size, device)
-                targets, optimizers = (target_agent, target_critic), (actor_optimizer, critic_optimizer)
                 metrics = update(agent, critic, targets, optimizers, batch, args)
                 if critic.num_updates % args.target_network_update_freq == 0:
                     soft_update(target_agent, agent, args.polyak)

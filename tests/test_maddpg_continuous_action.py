@@ -201,7 +201,7 @@ def test_individual_and_shared_rewards_are_told_apart():
 
 
 @pytest.mark.learning
-def test_learns_speaker_listener_in_seconds(tmp_path):
+def test_is_better_than_the_untrained_policy_in_seconds(tmp_path):
     args = Args(env_id="mpe/simple_speaker_listener_v4?continuous_actions=True", total_timesteps=30_000)
     args = dataclasses.replace(args, learning_rate_actor=1e-3, learning_rate_critic=1e-3, eval_steps=10**6)
     folder = maddpg_continuous_action.main(dataclasses.replace(args, eval_episodes=0, runs_dir=str(tmp_path)))

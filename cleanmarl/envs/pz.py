@@ -343,7 +343,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         self._set_spaces(num_envs, agents, layout.obs_sizes, layout.action_sizes, layout.state_size, layout.bounds)
         if self.continuous:
             low, high = (bound.astype(np.float64) for bound in (layout.bounds.low, layout.bounds.high))
-            slack = 1e-6 * (high - low)  # whoever computes in another unit may miss a bound by a rounding
+            slack = np.where(np.isfinite(high - low), 1e-6 * (high - low), 0)  # for roundings of other units
             self.lowest, self.highest = low - slack, high + slack  # (A, K)
         if num_workers == 0:
             envs = [env, *(build(name, options) for _ in range(num_envs - 1))]
