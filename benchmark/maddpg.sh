@@ -35,7 +35,7 @@ $PYTHON benchmark/plot.py runs/maddpg_multienvs_listener_long --out docs/results
 $PYTHON benchmark/plot.py runs/maddpg_simple_spread --out docs/results/maddpg_simple_spread \
     --line mpe/simple_spread_v3:random=-79.3 "mpe/simple_spread_v3?continuous_actions=True:random=-75.5"
 $PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_adversary_v3 --tag eval/ep_reward_agent_1 \
-    --out docs/results/maddpg_multienvs_simple_adversary --line random=8.05
+    --out docs/results/maddpg_multienvs_simple_adversary --line random=7.5
 
 # SMAClite, if it is there (docs/environments.md): about 100 steps a second
 if $PYTHON -c "import smaclite" 2>/dev/null; then
