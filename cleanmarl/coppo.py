@@ -433,9 +433,9 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     log_prob = log_probs.gather(-1, action[..., None]).squeeze(-1)
     values = agent.values(state, critic_features, alive)
     value = agent.of_action(values, action)
-    value_, next_ = value.view(rollout.reward.shape).cpu().numpy(), (next_info["state"], next_obs)
-    next_value = bootstrap(agent, *next_, next_info["agent_mask"], next_info["action_mask"])
-    advantage = gae(rollout.reward, value_, next_value, rollout.done, args.gamma, args.gae_lambda)
+    values_taken, following = value.view(rollout.reward.shape).cpu().numpy(), (next_info["state"], next_obs)
+    next_value = bootstrap(agent, *following, next_info["agent_mask"], next_info["action_mask"])
+    advantage = gae(rollout.reward, values_taken, next_value, rollout.done, args.gamma, args.gae_lambda)
     advantage = to_tensor(advantage.reshape(rows.reward.shape).astype(np.float32))
     return_ = advantage + value
     if agent.counterfactual:  # how much better the action was than those the agent would have taken instead
@@ -534,9 +534,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     num_rows = len(batch.action)
     actors, (critics,) = (group["params"] for group in optimizer.param_groups)  # M times (1, P), and once (M, P')
-    # Algorithm 1: one network after another, each with the others' newest ratios; nothing to wait for if g = 1
-    in_turn = args.inner_clip_coef > 0 or args.objective == "authors"
-    turns = [[m] for m in range(len(actors))] if in_turn else [range(len(actors))]
     all_stats = []
     for _ in range(args.update_epochs):
         minibatches = [batch]
@@ -547,11 +544,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
         for minibatch in minibatches:
             value_loss = critic_loss(agent, minibatch, args)
             critics.grad, critic_norm = clipped_gradient(value_loss.sum(), agent.critic, args.max_grad_norm)
-            for turn in turns:
+            for m in range(len(actors)):  # Algorithm 1: one network after another, with the others' newest ratios
                 loss, stats = actor_loss(agent, minibatch, args)
                 gradient, actor_norm = clipped_gradient(loss, agent.actor, args.max_grad_norm)
-                for m in turn:
-                    actors[m].grad = gradient.chunk(len(actors))[m]
+                actors[m].grad = gradient.chunk(len(actors))[m]
                 optimizer.step()
                 optimizer.zero_grad()  # to None: what has no gradient is left alone
                 all_stats.append(torch.stack([value_loss.detach().mean(), *stats, actor_norm, critic_norm]))

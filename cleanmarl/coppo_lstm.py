@@ -534,9 +534,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     num_envs = batch.action.shape[1]
     actors, (critics,) = (group["params"] for group in optimizer.param_groups)  # M times (1, P), and once (M, P')
-    # Algorithm 1: one network after another, each with the others' newest ratios; nothing to wait for if g = 1
-    in_turn = args.inner_clip_coef > 0 or args.objective == "authors"
-    turns = [[m] for m in range(len(actors))] if in_turn else [range(len(actors))]
     all_stats = []
     for _ in range(args.update_epochs):
         minibatches = [batch]
@@ -548,11 +545,10 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
         for minibatch in minibatches:
             value_loss = critic_loss(agent, minibatch, args)
             critics.grad, critic_norm = clipped_gradient(value_loss.sum(), agent.critic, args.max_grad_norm)
-            for turn in turns:
+            for m in range(len(actors)):  # Algorithm 1: one network after another, with the others' newest ratios
                 loss, stats = actor_loss(agent, minibatch, args)
                 gradient, actor_norm = clipped_gradient(loss, agent.actor, args.max_grad_norm)
-                for m in turn:
-                    actors[m].grad = gradient.chunk(len(actors))[m]
+                actors[m].grad = gradient.chunk(len(actors))[m]
                 optimizer.step()
                 optimizer.zero_grad()  # to None: what has no gradient is left alone
                 all_stats.append(torch.stack([value_loss.detach().mean(), *stats, actor_norm, critic_norm]))

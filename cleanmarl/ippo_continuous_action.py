@@ -91,9 +91,9 @@ class Args:
     target_kl: tuple[float, ...] = (0.0,)
     """an agent whose KL divergence exceeds this skips the rest of the update, per agent; 0 for never"""
     normalize_obs: bool = True
-    """normalise observations by their running mean and deviation, per agent"""
+    """normalise observations by their running mean and deviation, each agent's own"""
     normalize_value: bool = False
-    """let critics predict normalised returns, by the running mean and deviation, per agent"""
+    """let critics predict normalised returns, by the running mean and deviation, each agent's own"""
     normalize_reward: bool = True
     """divide rewards by the running deviation of the discounted return, per agent"""
     reward_scale: tuple[float, ...] = (1.0,)
@@ -140,15 +140,15 @@ class RunningMeanStd(nn.Module):
 
     def update(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         """x: (M, B, D); weight: (M, B, 1), 1 for samples that count and 0 for those of dead agents."""
-        count = weight.sum(1, keepdim=True).clamp(min=1)
-        mean = (x * weight).sum(1, keepdim=True) / count
-        var = ((x - mean).square() * weight).sum(1, keepdim=True) / count
-        total = self.count + count
+        count = weight.sum(1, keepdim=True)
+        mean = (x * weight).sum(1, keepdim=True) / count.clamp(min=1)
+        var = ((x - mean).square() * weight).sum(1, keepdim=True) / count.clamp(min=1)
+        total = (self.count + count).clamp(min=1)
         delta = mean - self.mean
         spread = self.var * self.count + var * count + delta.square() * self.count * count / total
         self.mean += delta * count / total
-        self.var.copy_(spread / total)
-        self.count.copy_(total)
+        self.var.copy_(torch.where(count > 0, spread / total, self.var))
+        self.count += count
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return (x - self.mean) / (self.var + 1e-8).sqrt()
@@ -507,6 +507,8 @@ def check_args(args: Args) -> None:
     check_positive(args, "hidden_dim", "checkpoint_interval", "max_grad_norm", "clip_coef", "lr_kl_target")
     for name in ("gamma", "gae_lambda"):
         check(all(0 <= x <= 1 for x in getattr(args, name)), f"--{name.replace('_', '-')} must be in [0, 1]")
+    for name in ("value_clip_coef", "target_kl"):
+        check(all(x >= 0 for x in getattr(args, name)), f"--{name.replace('_', '-')} must be at least 0")
 
 
 def check_per_agent(args: Args, num_agents: int) -> None:

@@ -94,9 +94,9 @@ class Args:
     target_kl: tuple[float, ...] = (0.0,)
     """an agent whose KL divergence exceeds this skips the rest of the update, per agent; 0 for never"""
     normalize_obs: bool = False
-    """normalise observations by their running mean and deviation, per agent"""
+    """normalise observations by their running mean and deviation, each agent's own"""
     normalize_value: bool = True
-    """let critics predict normalised returns, by the running mean and deviation, per agent"""
+    """let critics predict normalised returns, by the running mean and deviation, each agent's own"""
     reward_scale: tuple[float, ...] = (1.0,)
     """rewards are multiplied by this before learning, per agent"""
     time_limit_bootstrap: bool = True
@@ -178,15 +178,15 @@ class RunningMeanStd(nn.Module):
 
     def update(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         """x: (M, B, D); weight: (M, B, 1), 1 for samples that count and 0 for those of dead agents."""
-        count = weight.sum(1, keepdim=True).clamp(min=1)
-        mean = (x * weight).sum(1, keepdim=True) / count
-        var = ((x - mean).square() * weight).sum(1, keepdim=True) / count
-        total = self.count + count
+        count = weight.sum(1, keepdim=True)
+        mean = (x * weight).sum(1, keepdim=True) / count.clamp(min=1)
+        var = ((x - mean).square() * weight).sum(1, keepdim=True) / count.clamp(min=1)
+        total = (self.count + count).clamp(min=1)
         delta = mean - self.mean
         spread = self.var * self.count + var * count + delta.square() * self.count * count / total
         self.mean += delta * count / total
-        self.var.copy_(spread / total)
-        self.count.copy_(total)
+        self.var.copy_(torch.where(count > 0, spread / total, self.var))
+        self.count += count
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         return (x - self.mean) / (self.var + 1e-8).sqrt()
@@ -232,6 +232,10 @@ class Agent(nn.Module):
             with_ids[..., : obs.shape[2]], with_ids[..., obs.shape[2] :] = obs, self.ids
             obs = with_ids
         return self.by_network(obs)
+
+    def earns(self, alive: torch.Tensor) -> torch.Tensor:
+        """1.0 where there is a return to predict: for the living (1.0 in `alive`), and for the dead of a team."""
+        return torch.ones_like(alive) if self.team_reward else alive
 
     def normalize(self, features: torch.Tensor) -> torch.Tensor:
         return features if self.obs_stats is None else self.obs_stats.normalize(features).clamp(-10, 10)
@@ -389,7 +393,6 @@ class Batch(NamedTuple):
     features: torch.Tensor  # (M, T, B, D) normalised observations
     action_mask: torch.Tensor  # (M, T, B, K)
     alive: torch.Tensor  # (M, T, B) 1.0 for living agents, 0.0 for the rest
-    earns: torch.Tensor  # (M, T, B) 1.0 where there is a return to predict: the living, and the dead of a team
     action: torch.Tensor  # (M, T, B)
     log_prob: torch.Tensor  # (M, T, B) of the policy that acted
     advantage: torch.Tensor  # (M, T, B)
@@ -422,7 +425,6 @@ def estimate(agent: Agent, rollout: Rollout, state: torch.Tensor, next_obs: np.n
     features = agent.normalize(torch.from_numpy(agent.features(obs)).to(device)).unflatten(1, (T, -1))
     action_mask, action = by_network(rollout.action_mask), by_network(rollout.action)
     alive, done = by_network(rollout.agent_mask).float(), by_network(rollout.done).float()
-    earns = torch.ones_like(alive) if agent.team_reward else alive
     logits, value, states, next_state = agent(features, state, done)
     log_probs = logits.masked_fill(~action_mask, -1e8).log_softmax(-1)
     log_prob = log_probs.gather(-1, action[..., None]).squeeze(-1)
@@ -438,9 +440,9 @@ def estimate(agent: Agent, rollout: Rollout, state: torch.Tensor, next_obs: np.n
     advantage = by_network(advantage.astype(np.float32))
     return_ = advantage + value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
-        agent.value_stats.update(return_.flatten(1)[..., None], earns.flatten(1)[..., None])
+        agent.value_stats.update(return_.flatten(1)[..., None], agent.earns(alive).flatten(1)[..., None])
         return_, value = agent.value_stats.normalize(return_), agent.value_stats.normalize(value)
-    learned = alive, earns, action, log_prob, advantage, return_, value, done
+    learned = alive, action, log_prob, advantage, return_, value, done
     return Batch(features, action_mask, *learned, state[:, None]), next_state
 
 
@@ -473,7 +475,8 @@ def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) ->
     """Each network's own PPO loss (M,), and its diagnostics (5, M): policy, value, entropy, approx_kl, clipfrac."""
     # (M, T, B) weights that turn a sum into the mean over the samples of living agents, or over those with a return
     weight = batch.alive / batch.alive.sum((1, 2), keepdim=True).clamp(min=1)
-    value_weight = batch.earns / batch.earns.sum((1, 2), keepdim=True).clamp(min=1)
+    earns = agent.earns(batch.alive)
+    value_weight = earns / earns.sum((1, 2), keepdim=True).clamp(min=1)
 
     # detail lstm-5: the states are replayed from the one before the rollout
     logits, new_value, _, _ = agent(batch.features, batch.state[:, 0], batch.done)
@@ -500,7 +503,8 @@ def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) ->
     with torch.no_grad():
         approx_kl = ratio - 1 - log_ratio
         clipped = (ratio != clipped_ratio).float()
-        stats = (torch.stack([policy_loss, value_loss, entropy, approx_kl, clipped]) * weight).sum((-2, -1))
+        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipped])
+        stats = (stats * torch.stack([weight, value_weight, weight, weight, weight])).sum((-2, -1))
     return loss.sum((1, 2)), stats
 
 
@@ -573,6 +577,8 @@ def check_args(args: Args) -> None:
     check_positive(args, "hidden_dim", "checkpoint_interval", "max_grad_norm", "clip_coef", "lr_kl_target")
     for name in ("gamma", "gae_lambda"):
         check(all(0 <= x <= 1 for x in getattr(args, name)), f"--{name.replace('_', '-')} must be in [0, 1]")
+    for name in ("value_clip_coef", "target_kl"):
+        check(all(x >= 0 for x in getattr(args, name)), f"--{name.replace('_', '-')} must be at least 0")
 
 
 def check_per_agent(args: Args, num_agents: int) -> None:

@@ -136,14 +136,14 @@ class RunningMeanStd(nn.Module):
         """x: (R, A, D); weight: (R, A), True for samples that count and False for those of dead agents."""
         x = torch.from_numpy(x).to(self.mean.device).reshape(-1, *self.mean.shape)
         weight = torch.from_numpy(weight).to(self.mean.device).reshape(-1, *self.count.shape)
-        count = weight.sum(0).clamp(min=1)
-        mean = (x * weight).sum(0) / count
-        var = ((x - mean).square() * weight).sum(0) / count
-        total, delta = self.count + count, mean - self.mean
+        count = weight.sum(0)
+        mean = (x * weight).sum(0) / count.clamp(min=1)
+        var = ((x - mean).square() * weight).sum(0) / count.clamp(min=1)
+        total, delta = (self.count + count).clamp(min=1), mean - self.mean
         spread = self.var * self.count + var * count + delta.square() * self.count * count / total
         self.mean += delta * count / total
-        self.var.copy_(spread / total)
-        self.count.copy_(total)
+        self.var.copy_(torch.where(count > 0, spread / total, self.var))
+        self.count += count
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
         mean, std = self.mean.cpu().numpy(), (self.var + 1e-8).sqrt().cpu().numpy()

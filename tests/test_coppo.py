@@ -1,5 +1,6 @@
 """coppo.py: the objective against the paper's equations, its limits PPO and MAPPO, turns, counterfactual advantages."""
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -263,11 +264,14 @@ def optimizer_for(agent, lr):
     return torch.optim.SGD([{"params": p, "lr": lr} for p in parameters])
 
 
-def test_independent_agents_step_in_turn_with_the_newest_ratios():
-    """Algorithm 1: within an epoch, agent i's step sees the ratios of agents before it after their steps."""
-    args = coppo.Args(
-        env_id="matrix/penalty", num_envs=64, num_steps=1, num_minibatches=1, share_parameters=False, update_epochs=2
-    )
+@pytest.mark.parametrize("changes", [{}, {"mix": "network", "inner_clip_coef": 0.0}])
+def test_independent_agents_step_in_turn_with_the_newest_ratios(changes):
+    """Algorithm 1: within an epoch, agent i's step sees the ratios of agents before it after their steps.
+
+    Of which the mixing network, which is not linear, makes something even where their product is not used.
+    """
+    args = coppo.Args(env_id="matrix/penalty", num_envs=64, num_steps=1, num_minibatches=1, update_epochs=2, **changes)
+    args = dataclasses.replace(args, share_parameters=False)
     agent, _, _, batch = collected(args)
     twin, rate = coppo.Agent(coppo.make_envs(args, 1), args), 3.0
     twin.load_state_dict(agent.state_dict())

@@ -403,7 +403,7 @@ def test_independent_agents_step_in_turn_with_the_newest_ratios(toy):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "toy"])
-def test_two_updates_that_two_seeds_repeat(env_id, shared, toy, tmp_path):
+def test_two_updates_that_two_runs_repeat(env_id, shared, toy, tmp_path):
     args = Args(
         env_id=env_id, **SHORT, share_parameters=shared, mix="network" if shared else "sum", runs_dir=str(tmp_path)
     )

@@ -1,5 +1,7 @@
 """ippo.py: stacked agents against agents trained alone, masks, deaths, normalisers, schedules, per-agent settings."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -287,27 +289,32 @@ def test_death_and_the_end_of_an_episode_cut_the_returns_of_an_agent(toy):
     np.testing.assert_allclose(rollout.reward[5, 1], expected, rtol=1e-5)  # environment 1 is truncated
 
 
-def test_the_dead_of_a_team_go_on_earning(toy, monkeypatch):
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_dead_of_a_team_go_on_earning(shared, toy, monkeypatch):
     monkeypatch.setattr(Toy, "team_reward", True)
-    args = ippo.Args(env_id=toy, **SMALL, gamma=(0.9, 0.8, 0.7), reward_scale=(1.0, 10.0, 1.0))
+    per_agent = {"gamma": (0.9, 0.8, 0.7), "reward_scale": (1.0, 10.0, 1.0)}
+    args = ippo.Args(env_id=toy, **SMALL, **per_agent, share_parameters=shared)
     agent, rollout, batch = collected(args)
     ends = np.arange(50) % 6 == 5
     assert (rollout.done == ends[:, None, None]).all()  # no death among them
     assert (rollout.reward[:, 0] == [2, 20, 2]).all()  # the mean of the living's 1, 2 and 3, or of 1 and 3
     final_obs = np.zeros((1, 3, 3), np.float32)  # as the dead see it
     final_obs[0, 0, :2] = 6
-    final_value = agent.value(torch.from_numpy(agent.features(final_obs))).detach()[:, 0].numpy()
+    final_value = agent.by_agent(agent.value(torch.from_numpy(agent.features(final_obs)))).detach()[0].numpy()
     np.testing.assert_allclose(rollout.reward[5, 1], [2, 20, 2] + np.array([0.9, 0.8, 0.7]) * final_value, rtol=1e-5)
 
     settings_, dead = ippo.make_settings(args, torch.device("cpu")), 1 - batch.alive
-    assert dead[1].any() and (batch.earns == 1).all()
-    loss, _ = ippo.ippo_loss(agent, batch, settings_, True)
+    assert dead.any()
+    loss, stats = ippo.ippo_loss(agent, batch, settings_, True)
     other = batch._replace(advantage=batch.advantage + 1e3 * dead, log_prob=batch.log_prob - dead)
     torch.testing.assert_close(ippo.ippo_loss(agent, other, settings_, True)[0], loss)  # the policy leaves them out
     error = agent.critic(batch.features).squeeze(-1) - batch.return_
+    torch.testing.assert_close(stats[1], error.square().mean(1))
     change = ((error - dead).square() - error.square()).mean(1)  # and the critic does not
     other = batch._replace(return_=batch.return_ + dead)
     torch.testing.assert_close(ippo.ippo_loss(agent, other, settings_, True)[0] - loss, change, atol=1e-5, rtol=1e-4)
+    agent, *_ = collected(dataclasses.replace(args, normalize_value=True))
+    assert (agent.value_stats.count == (600 if shared else 200)).all()
 
 
 def test_illegal_actions_are_never_taken_and_get_no_gradient(toy):
@@ -346,7 +353,7 @@ def test_running_statistics_are_those_of_all_living_samples():
     stats = ippo.RunningMeanStd(2, 3)
     chunks = [rng.normal(5, 3, (2, n, 3)).astype(np.float32) for n in (7, 1, 30)]
     weights = [(rng.random((2, n, 1)) < 0.7).astype(np.float32) for n in (7, 1, 30)]
-    weights[1][:] = 1
+    weights[1][:] = [[[0.0]], [[1.0]]]  # nobody lives in the first network's only sample
     for x, w in zip(chunks, weights):
         stats.update(torch.from_numpy(x), torch.from_numpy(w))
     x, w = np.concatenate(chunks, 1).astype(np.float64), np.concatenate(weights, 1)[..., 0] > 0

@@ -3,6 +3,7 @@
 `# proves NAME` above a test: it fails when that detail is taken out of the script.
 """
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -495,20 +496,24 @@ def test_dead_agents_add_nothing(toy):
         torch.testing.assert_close(a, b)
 
 
-def test_a_critic_learns_what_the_dead_of_a_team_earn(toy, monkeypatch):
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_critic_learns_what_the_dead_of_a_team_earn(shared, toy, monkeypatch):
     monkeypatch.setattr(Toy, "team_reward", True)
-    args = Args(env_id=toy, **SMALL)
+    args = Args(env_id=toy, **SMALL, share_parameters=shared)
     agent, (_, batch) = collected(args)
     dead = 1 - batch.alive
-    assert dead[1].any() and (batch.earns == 1).all()
-    loss, _ = ippo_lstm.ippo_loss(agent, batch, settings_of(args), True)
+    assert dead.any()
+    loss, stats = ippo_lstm.ippo_loss(agent, batch, settings_of(args), True)
     other = batch._replace(advantage=batch.advantage + 1e3 * dead, log_prob=batch.log_prob - dead)
     torch.testing.assert_close(ippo_lstm.ippo_loss(agent, other, settings_of(args), True)[0], loss)
     error = agent(batch.features, batch.state[:, 0], batch.done)[1] - batch.return_
+    torch.testing.assert_close(stats[1], error.square().mean((1, 2)))
     change = ((error - dead).square() - error.square()).mean((1, 2))
     other = batch._replace(return_=batch.return_ + dead)
     loss2, _ = ippo_lstm.ippo_loss(agent, other, settings_of(args), True)
     torch.testing.assert_close(loss2 - loss, change, atol=1e-5, rtol=1e-4)
+    agent, *_ = collected(dataclasses.replace(args, normalize_value=True))
+    assert (agent.value_stats.count == batch.alive.numel() / len(batch.alive)).all()
 
 
 def test_statistics_are_of_living_samples_saved_and_frozen_at_evaluation(toy, tmp_path):

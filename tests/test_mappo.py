@@ -437,7 +437,7 @@ def test_statistics_are_saved_used_and_frozen_at_evaluation(tmp_path):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "matrix/penalty", "toy"])
-def test_two_updates_that_two_seeds_repeat(env_id, shared, toy, tmp_path):
+def test_two_updates_that_two_runs_repeat(env_id, shared, toy, tmp_path):
     args = mappo.Args(env_id=env_id, **SMALL, share_parameters=shared, runs_dir=str(tmp_path))
     one, same = (load_checkpoint(mappo.main(args)) for _ in range(2))
     assert one["step"] == 400

@@ -254,7 +254,7 @@ def test_policies_and_critics_are_separate(toy):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4?continuous_actions=True", "toy"])
-def test_two_updates_that_two_seeds_repeat(env_id, shared, toy, tmp_path):
+def test_two_updates_that_two_runs_repeat(env_id, shared, toy, tmp_path):
     args = Args(env_id=env_id, **SMALL, share_parameters=shared, runs_dir=str(tmp_path))
     one, same = (load_checkpoint(mappo_continuous_action.main(args)) for _ in range(2))
     assert one["step"] == 400

@@ -318,7 +318,7 @@ def test_dead_agents_add_nothing_to_the_policy_and_critics_see_them_as_zeros(sha
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "toy"])
-def test_two_updates_that_two_seeds_repeat(env_id, shared, toy, tmp_path):
+def test_two_updates_that_two_runs_repeat(env_id, shared, toy, tmp_path):
     args = Args(env_id=env_id, **SMALL, share_parameters=shared, runs_dir=str(tmp_path))
     one, same = (load_checkpoint(mappo_lstm.main(args)) for _ in range(2))
     assert one["step"] == 320
