@@ -1,6 +1,6 @@
 """The matrix games of the CoPPO paper, section 4.1, appendices C.1 and D.1: figures 1, 2, 5 by our scripts' functions.
 
-    python benchmark/matrix_games.py --out results/matrix_games --seeds 30 --workers 2
+    python benchmark/matrix_games.py --out docs/results --seeds 30 --workers 2
 
 Trains what is missing in OUT/runs (an .npz per game and variant, of all seeds; an interrupted call goes on there). Then
 it draws OUT/coppo_matrix_penalty.svg (figure 1, the penalty game), coppo_matrix_inner_clip.svg (figure 2) and
