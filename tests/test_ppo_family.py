@@ -1,0 +1,113 @@
+"""What the scripts of PPO and IMPALA have copied, and that each PPO is right where it could be copied wrong."""
+
+import copy
+import importlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_maddpg_family import code
+
+PPO = {  # script: packages that its environment needs
+    "ppo": [],
+    "ppo_shared": [],
+    "ppo_continuous_action": ["mujoco"],
+    "ppo_multidiscrete": ["envpool"],
+    "ppo_multidiscrete_mask": ["envpool"],
+    "ppo_procgen": ["envpool"],
+    "ppo_atari": ["ale_py", "cv2"],
+    "ppo_atari_envpool": ["envpool"],
+    "ppo_atari_lstm": ["ale_py", "cv2"],
+    "ppo_atari_multigpu": ["envpool"],
+}
+FRAMES = ["ppo_procgen", "ppo_atari", "ppo_atari_envpool", "ppo_atari_multigpu"]
+VECTORS = ["ppo", "ppo_shared", "ppo_continuous_action"]
+COMPONENTS = ["ppo_multidiscrete", "ppo_multidiscrete_mask"]
+IMPALA = ["impala", "impala_continuous_action", "impala_atari_envpool"]
+
+
+@pytest.mark.parametrize(
+    "scripts, names",
+    [
+        ([*PPO, "ppo_selfplay"], ["gae", "layer_init"]),
+        ([*VECTORS, *COMPONENTS, *FRAMES[:3]], ["update"]),
+        (VECTORS[:2], ["collect", "estimate", "ppo_loss"]),
+        (COMPONENTS, ["collect", "estimate", "ppo_loss"]),
+        (FRAMES, ["estimate", "ppo_loss", "Rollout"]),
+        (["ppo_atari_envpool", "ppo_selfplay"], ["ppo_loss"]),
+        (["ppo_continuous_action", "ppo_procgen"], ["RunningMeanStd"]),
+        ([*IMPALA, "impala_ray"], ["vtrace"]),
+        (IMPALA, ["send", "receive"]),
+        (IMPALA[:2], ["Cutter", "Replay", "copy_steps", "act", "update"]),
+        (["impala", "impala_atari_envpool"], ["Actors"]),
+    ],
+)
+def test_copies_are_copies(scripts, names):
+    """So that a test of one of them is a test of all."""
+    for name in names:
+        originals = {code(getattr(importlib.import_module(f"cleanmarl.{script}"), name)) for script in scripts}
+        assert len(originals) == 1, name
+
+
+def rollouts(name, monkeypatch, tmp_path, **changes):
+    """Two rollouts of a run that does not learn: the agent, the arguments and each one's arrays and batch."""
+    for package in PPO[name]:
+        pytest.importorskip(package)
+    script = importlib.import_module(f"cleanmarl.{name}")
+    agents, arrays, batches, estimate = [], [], [], script.estimate
+
+    def spy(agent, rollout, *rest):
+        agents.append(agent)
+        batch = estimate(agent, rollout, *rest)
+        arrays.append(copy.deepcopy(rollout))  # the next rollout is written into the same memory
+        batches.append(copy.deepcopy(batch))
+        return batch
+
+    monkeypatch.setattr(script, "estimate", spy)
+    monkeypatch.setattr(script, "update", lambda *_: {})
+    sizes = {"num_envs": 4, "num_steps": 15, "num_minibatches": 2, "total_timesteps": 120, "eval_episodes": 0}
+    args = script.Args(**sizes | changes, runs_dir=str(tmp_path))
+    script.main(args)
+    return script, agents[0], args, arrays, batches
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_the_last_step_bootstraps_from_what_follows_the_rollout(name, monkeypatch, tmp_path):
+    """With lambda 0 its return is r + gamma V, where V is the value of the first step of the rollout that follows."""
+    env = {"env_id": "RubiksCube-v0"} if name == "ppo_multidiscrete" else {}  # random episodes of its own end at once
+    _, _, args, arrays, (first, second) = rollouts(name, monkeypatch, tmp_path, gae_lambda=0.0, **env)
+    return_, value, following = (x.reshape(15, 4).numpy() for x in (first.return_, first.value, second.value))
+    reward, going_on = arrays[0].reward, 1.0 - arrays[0].done
+    np.testing.assert_allclose(return_[-1], reward[-1] + args.gamma * going_on[-1] * following[0], rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(return_[:-1], reward[:-1] + args.gamma * going_on[:-1] * value[1:], rtol=1e-3, atol=1e-5)
+    assert going_on[-1].any() and (abs(following[0]) > 1e-4).all()
+
+
+@pytest.mark.parametrize("name", PPO)
+def test_the_loss_is_its_definition(name, monkeypatch, tmp_path):
+    """Of a batch whose ratios and value changes are known, because nothing has been learned since it was collected."""
+    script, agent, args, _, (batch, _) = rollouts(name, monkeypatch, tmp_path, ent_coef=0.1, vf_coef=0.3)
+    rng = np.random.default_rng(0)
+    shape = tuple(batch.return_.shape)
+    log_ratio = rng.choice([-0.6, -0.3, -0.1, 0.05, 0.15, 0.3, 0.6], shape)  # none where rounding decides on a clip
+    moved, advantage = rng.normal(0, 0.3, shape), rng.normal(0.5, 2, shape)
+    value, return_ = batch.value.double().numpy(), rng.normal(0, 1, shape)
+    changed = batch._replace(
+        log_prob=batch.log_prob - torch.from_numpy(log_ratio).float(),
+        value=batch.value + torch.from_numpy(moved).float(),
+        advantage=torch.from_numpy(advantage).float(),
+        return_=torch.from_numpy(return_).float(),
+    )
+    loss, stats = script.ppo_loss(agent, changed, 0.2, args)
+
+    scaled = (advantage - advantage.mean()) / (advantage.std(ddof=1) + 1e-8)
+    ratio = np.exp(log_ratio)
+    policy_loss = -np.minimum(scaled * ratio, scaled * ratio.clip(0.8, 1.2)).mean()
+    clipped_value = value + moved + (-moved).clip(-0.2, 0.2)
+    value_loss = 0.5 * np.maximum((value - return_) ** 2, (clipped_value - return_) ** 2).mean()
+    expected = [policy_loss, value_loss, (ratio - 1 - log_ratio).mean(), (abs(ratio - 1) > 0.2).mean()]
+    stats = stats.tolist()
+    np.testing.assert_allclose([*stats[:2], *stats[3:5]], expected, rtol=2e-3, atol=2e-3)
+    assert loss.item() == pytest.approx(policy_loss - 0.1 * stats[2] + 0.3 * value_loss, abs=2e-3)
+    assert stats[2] > 0.1 and math.isfinite(stats[2])
