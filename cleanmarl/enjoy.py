@@ -9,8 +9,8 @@ from typing import Annotated
 import torch
 import tyro
 
-from cleanmarl.envs import EnvError
-from cleanmarl.run import UsageError, check, evaluate, load_args, load_checkpoint, read_run, save_video
+from cleanmarl.envs import EnvError, WorkerError
+from cleanmarl.run import UsageError, check, evaluate, import_optional, load_args, load_checkpoint, read_run, save_video
 
 
 @dataclass
@@ -34,16 +34,22 @@ def main(args: Args) -> dict[str, float]:
     check(args.episodes > 0, f"--episodes must be greater than 0, not {args.episodes}")
     check(args.seed >= 0, f"--seed must be 0 or more, not {args.seed}")
     check(args.video is None or args.video.suffix in (".mp4", ".gif"), f"--video {args.video} must end in .mp4 or .gif")
+    check(
+        not (args.render and args.video), "--render shows the episodes in a window, --video films them: one of the two"
+    )
+    if args.video:
+        import_optional("moviepy", "--video")
     name = read_run(args.run_dir)["script"]
     try:
         script = importlib.import_module(f"cleanmarl.{name}")
     except ModuleNotFoundError as error:
         raise UsageError(f"{args.run_dir} is a run of {name}.py, which is not a script of this package") from error
+    check(hasattr(script, "Args") and hasattr(script, "Agent"), f"{args.run_dir} is no run of a script of this package")
     run_args = load_args(script.Args, args.run_dir, name)
     checkpoint = load_checkpoint(args.run_dir)
 
-    render_mode = "human" if args.render else "rgb_array" if args.video else None
-    envs = script.make_envs(run_args, 1, render_mode=render_mode)
+    options = {"render_mode": "human" if args.render else "rgb_array"} if args.render or args.video else {}
+    envs = script.make_envs(run_args, 1, **options)
     agent = script.Agent(envs, run_args)
     agent.load_state_dict(checkpoint["modules"]["agent"])
     frames = [] if args.video else None
@@ -69,3 +75,8 @@ if __name__ == "__main__":
     except (UsageError, EnvError) as error:
         print(f"enjoy: {error}", file=sys.stderr)
         sys.exit(2)
+    except WorkerError as error:
+        print(f"enjoy: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

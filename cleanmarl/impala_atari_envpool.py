@@ -109,7 +109,7 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     message = f"impala_atari_envpool.py needs an Atari game, such as Pong-v5, and {args.env_id} is none"
     check("episodic_life" in envpool_spec(args.env_id).config._fields, message)
     wrappers = {
-        "noop_max": 30,  # 1 to 30 no-ops first
+        "noop_max": 30,  # up to 30 no-ops first
         "frame_skip": 4,  # 4 frames per step, seen as the maximum of the last two
         "episodic_life": True,  # a lost life ends the episode
         "use_fire_reset": True,  # FIRE starts the game
@@ -448,7 +448,7 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
     with torch.no_grad():
         approx_kl = (log_rho.exp() - 1 - log_rho).mean()
         clipfrac = (log_rho.exp() > args.rho_clip).float().mean()
-        explained_variance = 1 - (return_ - value[:-1]).var() / return_.var()
+        explained_variance = (1 - (return_ - value[:-1]).var() / return_.var()).nan_to_num(0, neginf=0)
         stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac, explained_variance])
     return loss, stats
 

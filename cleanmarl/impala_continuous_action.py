@@ -555,7 +555,7 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, weight: torch.Tensor, args: A
         error = (return_ - value[:-1]) * real
         approx_kl = (log_rho.exp() - 1 - log_rho)[real].mean()
         clipfrac = (log_rho.exp() > args.rho_clip)[real].float().mean()
-        explained_variance = 1 - error[real].var() / return_[real].var()
+        explained_variance = (1 - error[real].var() / return_[real].var()).nan_to_num(0, neginf=0)
         stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac, explained_variance])
         priority = error.abs().sum(0) / real.sum(0)
     return loss, stats, priority

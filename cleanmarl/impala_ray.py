@@ -267,7 +267,7 @@ class Actors:
 
     def replace(self, player, error: Exception) -> None:
         self.deaths_in_a_row += 1
-        if self.deaths_in_a_row > MOST_DEATHS:
+        if self.deaths_in_a_row >= MOST_DEATHS:
             raise RuntimeError(f"{MOST_DEATHS} actors in a row died before they played") from error
         self.calls = {call: other for call, other in self.calls.items() if other is not player}
         self.ray.kill(player)  # if it is only out of reach, it shall not come back
@@ -328,7 +328,7 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
     with torch.no_grad():
         approx_kl = (log_rho.exp() - 1 - log_rho).mean()
         clipfrac = (log_rho.exp() > args.rho_clip).float().mean()
-        explained_variance = 1 - (return_ - value[:-1]).var() / return_.var()
+        explained_variance = (1 - (return_ - value[:-1]).var() / return_.var()).nan_to_num(0, neginf=0)
         stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac, explained_variance])
     return loss, stats
 

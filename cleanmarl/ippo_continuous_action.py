@@ -486,7 +486,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, setting
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean((0, 2)).tolist())}
     return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
-    metrics["train/explained_variance"] = 1 - (return_ - value).var() / return_.var()
+    metrics["train/explained_variance"] = (1 - (return_ - value).var() / return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

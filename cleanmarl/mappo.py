@@ -431,7 +431,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
     names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "actor_gradients", "critic_gradients"]
     metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
     return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
-    metrics["train/explained_variance"] = 1 - (return_ - value).var() / return_.var()
+    metrics["train/explained_variance"] = (1 - (return_ - value).var() / return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

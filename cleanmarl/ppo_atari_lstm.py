@@ -378,12 +378,14 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
     check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
-    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
+    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef", "target_kl")
     check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     batch_size = args.num_envs * args.num_steps
     message = f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}: "
     message += "a minibatch is the whole sequences of some environments"
     check(args.num_envs % args.num_minibatches == 0, message)
+    message = f"{batch_size} steps of a rollout make minibatches of one, whose advantages have no deviation"
+    check(batch_size >= 2 * args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
     device = find_device(args.device)

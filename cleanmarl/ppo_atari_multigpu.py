@@ -344,7 +344,7 @@ class Follower:
 def main(args: Args) -> Path | None:
     """Train as `args` says; returns the run folder, in the first process."""
     check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
-    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
+    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef", "target_kl")
     check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
     message = f"--num-envs {args.num_envs} is not divisible by the number of processes, {world_size}"

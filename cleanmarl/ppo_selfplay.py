@@ -461,7 +461,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
     check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
-    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef")
+    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef", "target_kl")
     check_positive(args, "pool_size", "pool_interval", "match_games")
     check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     check(0 <= args.past_share <= 1, f"--past-share must be in [0, 1], not {args.past_share}")

@@ -21,7 +21,6 @@ import importlib
 import importlib.metadata
 import json
 import math
-import pickle
 import random
 import re
 import signal
@@ -68,9 +67,11 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_positive(args: Any, *names: str) -> None:
-    """Check that these fields of args (numbers, or tuples of one number per agent) are greater than zero."""
+    """Check that these fields of args (numbers, tuples of one number per agent, or None) are greater than zero."""
     for name in names:
         value = getattr(args, name)
+        if value is None:
+            continue
         # an empty tuple is a wrong length, which the script names
         smallest = min(value, default=math.inf) if isinstance(value, tuple) else value
         check(smallest > 0, f"--{name.replace('_', '-')} must be greater than 0, not {smallest}")
@@ -115,7 +116,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         meta = json.loads((Path(folder) / "args.json").read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable args.json") from error
-    is_run = isinstance(meta, dict) and {"script", "args"} <= meta.keys()
+    is_run = isinstance(meta, dict) and {"script", "args"} <= meta.keys() and isinstance(meta["args"], dict)
     check(is_run, f"{folder} is not a run folder: its args.json is of something else")
     return meta
 
@@ -136,7 +137,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     check(path.exists(), f"{folder} has no checkpoint.pt: the run ended before it saved one")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # of many kinds, for what is no checkpoint
         raise UsageError(f"{path} is damaged and cannot be read") from error
 
 
@@ -211,7 +212,7 @@ def evaluate(envs, policy: Callable, num_episodes: int, seed: int | None = None,
 
 def save_video(frames: list[np.ndarray], path: Path, fps: int = 30) -> None:
     """Write frames (H, W, 3) uint8 as an .mp4 or .gif; UsageError if the package that does it is missing."""
-    clip = _import("moviepy", "a video").ImageSequenceClip(frames, fps=fps)
+    clip = import_optional("moviepy", "a video").ImageSequenceClip(frames, fps=fps)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".gif":
         clip.write_gif(str(path), logger=None)
@@ -232,10 +233,11 @@ class Run:
         self.step = self.num_episodes = 0
         self.episodes = defaultdict(list)  # statistics of the episodes that ended since the last point
         self.stop_signal = self.bar = self.wandb = None
+        check(args.eval_episodes >= 0, f"--eval-episodes must be 0 or more, not {args.eval_episodes}")
         if args.track:
-            wandb = _import("wandb", "--track")
+            wandb = import_optional("wandb", "--track")
         if args.capture_video:
-            _import("moviepy", "--capture-video")
+            import_optional("moviepy", "--capture-video")
         if args.resume is None:
             self._make_folder()
         else:
@@ -323,7 +325,7 @@ class Run:
         if self.stop_signal is not None:
             raise KeyboardInterrupt  # asked twice: stop at once
         self.stop_signal = signum
-        self._print("stopping: finishing this update and saving (again to stop at once)")
+        self._print("stopping as soon as what is under way is saved (again to stop at once)")
 
     def log_episodes(self, info: dict[str, Any]) -> None:
         """Count the episodes that ended (info's `episode` and `_episode`); the next point shows their mean."""
@@ -347,10 +349,7 @@ class Run:
         metrics = {key: float(value) for key, value in metrics.items()}
         for key, value in metrics.items():
             if key.endswith("_loss") and not math.isfinite(value):
-                saved = f"there is no checkpoint yet in {self.folder}"
-                if (self.folder / "checkpoint.pt").exists():
-                    saved = f"last good checkpoint: step {self.last_checkpoint:,} in {self.folder}"
-                raise NonFiniteError(f"{key} is {value} at step {self.step:,}; {saved}")
+                raise self._non_finite(f"{key} is {value}")
         total = self.args.total_timesteps
         is_last = self.step + (self.step - self.last_step) > total  # another update of this size would not fit
         self.last_step = self.step
@@ -364,8 +363,7 @@ class Run:
             self._show(episodes, is_last)
         if self.stop_signal is not None:
             self.save()
-            print(f"stopped at step {self.step:,}; continue with --resume {self.folder}", flush=True)
-            raise SystemExit(128 + self.stop_signal)
+            self._stop()
         if self.step - self.last_checkpoint >= self.args.checkpoint_interval:
             self.save()
 
@@ -381,19 +379,39 @@ class Run:
         """Play --eval-episodes in `make_envs(args, num_envs)`, log the result; film one more if --capture-video."""
         args = self.args
         self.save()  # an evaluation may take long, and training is done
+
+        def stoppable(*seen):
+            if self.stop_signal is not None:
+                self._stop()
+            return policy(*seen)
+
         if args.eval_episodes > 0:
             envs = make_envs(args, num_envs)
-            metrics = evaluate(envs, policy, args.eval_episodes, seed=args.seed + EVAL_SEED)
+            metrics = evaluate(envs, stoppable, args.eval_episodes, seed=args.seed + EVAL_SEED)
             envs.close()
             self.write(metrics)
             mean, std = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"]
             length = f"length {metrics['eval/ep_length']:.1f}"
             self._print(f"evaluation: return {mean:.2f} ± {std:.2f}, {length}, {args.eval_episodes} episodes")
         if args.capture_video:
-            envs, frames = make_envs(args, 1, render_mode="rgb_array"), []
-            evaluate(envs, policy, 1, seed=args.seed + EVAL_SEED, frames=frames)
+            try:
+                envs, frames = make_envs(args, 1, render_mode="rgb_array"), []
+            except (EnvError, WorkerError) as error:  # an environment without pictures should not cost the run
+                self._print(f"no video: {error}")
+                return
+            evaluate(envs, stoppable, 1, seed=args.seed + EVAL_SEED, frames=frames)
             envs.close()
             save_video(frames, self.folder / "videos" / f"step-{self.step}.mp4")
+
+    def _non_finite(self, what: str) -> NonFiniteError:
+        saved = f"there is no checkpoint yet in {self.folder}"
+        if (self.folder / "checkpoint.pt").exists():
+            saved = f"last good checkpoint: step {self.last_checkpoint:,} in {self.folder}"
+        return NonFiniteError(f"{what} at step {self.step:,}; {saved}")
+
+    def _stop(self) -> None:
+        print(f"stopped at step {self.step:,}; continue with --resume {self.folder}", flush=True)
+        raise SystemExit(128 + self.stop_signal)
 
     def _sps(self) -> float:
         return (self.step - self.start_step) / (time.perf_counter() - self.start_time)
@@ -417,7 +435,15 @@ class Run:
             print(line, flush=True)
 
     def save(self) -> None:
-        """Write checkpoint.pt atomically: a crash at any moment leaves the previous one or the new one whole."""
+        """Write checkpoint.pt atomically: a crash at any moment leaves the previous one or the new one whole.
+
+        Raises NonFiniteError, and leaves it as it was, if a network has weights that are not finite: the losses of an
+        update are those before its last step.
+        """
+        networks = {name: module for name, module in self.modules.items() if isinstance(module, torch.nn.Module)}
+        for name, network in networks.items():
+            if not all(p.isfinite().all() for p in network.parameters()):
+                raise self._non_finite(f"a weight of {name} is not finite")
         self.writer.flush()  # what the checkpoint has seen, the event files have too
         name, keys, *numbers = np.random.get_state()  # noqa: NPY002
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -452,7 +478,8 @@ def _new_folder(folder: Path) -> Path:
             folder = folder.with_name(f"{folder.name}-again")
 
 
-def _import(package: str, flag: str) -> Any:
+def import_optional(package: str, flag: str) -> Any:
+    """The package; UsageError that says which flag needs it if it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

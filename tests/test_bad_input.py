@@ -15,6 +15,7 @@ from cleanmarl import ippo, ppo
 from cleanmarl.run import launch, load_checkpoint
 
 FOLDER = Path(ppo.__file__).parent
+gym.register("NoModule-v0", "no_such_package:Env")
 
 CONTINUOUS = """
 import numpy as np
@@ -66,6 +67,24 @@ def refused(tmp_path, monkeypatch, capfd):
         ("ppo", "--env-id CartPol-v1", "unknown environment 'CartPol-v1'; did you mean CartPole-v1"),
         ("ppo", "--env-id CartPole-v9", "did you mean CartPole-v1"),
         ("ppo", "--env-id xyzzy", "unknown environment 'xyzzy'"),
+        ("ppo", "--env-id NoModule-v0", "NoModule-v0 cannot be built: "),
+        ("ppo", "--env-id HalfCheetah-v2", "HalfCheetah-v2"),
+        ("ippo", "--env-id mpe/simple_spread_v3?num_envs=5", "num_envs is no option of an environment"),
+        ("ippo", "--env-id mpe/simple_spread_v3?name=x", "name is no option of an environment"),
+        ("ippo", "--env-id pz/mpe2/simple_spread_v3?num_workers=two", "num_workers must be an integer, 0 (no worker"),
+        (
+            "ippo",
+            "--env-id pz/mpe2/simple_spread_v3?max_cycles=0",
+            "max_cycles must be an integer of at least 1",
+        ),
+        (
+            "ippo",
+            "--env-id lbf/Foraging-8x8-2p-2f-coop-v3?max_episode_steps=-1",
+            "max_episode_steps must be an",
+        ),
+        ("ippo", "--env-id rware/rware-tiny-2ag-v2?max_steps=0", "max_steps must be an integer of at least 1, not 0"),
+        ("ppo", "--target-kl 0", "--target-kl must be greater than 0, not 0"),
+        ("ppo", "--eval-episodes -5", "--eval-episodes must be 0 or more, not -5"),
         ("ppo", "--env-id no_such_package:Game-v0", "unknown environment 'no_such_package:Game-v0'"),
         ("ippo", "--env-id mpe/simple_sprad_v3", "did you mean mpe/simple_spread_v3"),
         ("ippo", "--env-id pz/mpe2/simple_sprad_v3", "did you mean pz/mpe2/simple_spread_v3"),
@@ -140,6 +159,12 @@ def test_refused(script, flags, text, refused):
         ("ppo_atari_multigpu", "envpool", "--env-id Brekout-v5", "did you mean Breakout-v5"),
         ("ppo_multidiscrete_mask", "envpool", "--env-id Cleane-v0", "did you mean Cleaner-v0"),
         # sizes
+        (
+            "ppo_atari_lstm",
+            "",
+            "--num-envs 2 --num-steps 1 --num-minibatches 2",
+            "minibatches of one, whose",
+        ),
         ("ppo_atari_lstm", "", "--num-envs 6", "--num-envs 6 is not divisible by --num-minibatches 4: a minibatch is"),
         ("ppo_procgen", "", "--num-minibatches 7", "16384 steps of a rollout must be a multiple (2+) of"),
         ("ppo_multidiscrete", "", "--num-envs 3 --num-steps 5", "15 steps of a rollout must be a multiple (2+) of"),

@@ -15,6 +15,7 @@ from gymnasium import spaces
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cleanmarl import enjoy, ippo, ppo
+from cleanmarl.envs import EnvError
 from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint
 
 MOVIEPY = pytest.mark.skipif(importlib.util.find_spec("moviepy") is None, reason="moviepy is not installed")
@@ -131,6 +132,40 @@ def test_film_at_the_end_of_training(tmp_path):
     assert (folder / "videos" / "step-512.mp4").stat().st_size > 1000
 
 
+class Plain(gym.Env):
+    """An environment that shows nothing and takes no options."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+
+    def __init__(self):
+        self.time = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.time += 1
+        return np.zeros(2, np.float32), 1.0, self.time == 5, False, {}
+
+
+gym.register("Plain-v0", Plain)
+
+
+@MOVIEPY
+def test_an_environment_without_pictures_trains_and_can_be_played(tmp_path, capsys):
+    args = ppo.Args(env_id="Plain-v0", total_timesteps=512, eval_episodes=2, runs_dir=str(tmp_path), capture_video=True)
+    folder = ppo.main(args)
+    assert "no video: Plain-v0 cannot be built with {'render_mode': 'rgb_array'}" in capsys.readouterr().out
+    assert (folder / "done.json").exists() and not list(folder.rglob("*.mp4"))
+    assert enjoy.main(enjoy.Args(folder, episodes=2))["eval/ep_reward"] == 5
+    with pytest.raises(EnvError, match="cannot be built"):
+        enjoy.main(enjoy.Args(folder, episodes=2, video=tmp_path / "a.gif"))
+    with pytest.raises(UsageError, match="one of the two"):
+        enjoy.main(enjoy.Args(folder, video=tmp_path / "a.gif", render=True))
+
+
 def test_render_in_a_window(ppo_run, monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")  # a window that nobody sees
     assert enjoy.main(enjoy.Args(ppo_run, episodes=1, render=True))["eval/ep_length"] > 0
@@ -163,8 +198,14 @@ def test_what_cannot_be_played(ppo_run, tmp_path):
     for text in ("{", "[1, 2]", '{"script": "ppo"}', '"ppo"'):
         (folder / "args.json").write_text(text)
         assert "not a run folder" in refused(), text
+    (folder / "args.json").write_text(json.dumps(meta | {"args": [1]}))
+    assert "not a run folder" in refused()
+    (folder / "args.json").write_text(json.dumps(meta | {"script": "run"}))
+    assert "is no run of a script" in refused()
     (folder / "args.json").write_text(json.dumps(meta))
     assert "has no checkpoint.pt" in refused()
+    (folder / "checkpoint.pt").write_text("not what torch saves")
+    assert "is damaged" in refused()
     (folder / "checkpoint.pt").write_bytes((ppo_run / "checkpoint.pt").read_bytes()[:1000])
     assert "checkpoint.pt" in refused()  # damaged
     (folder / "args.json").write_text(json.dumps(meta | {"script": "no_such_script"}))

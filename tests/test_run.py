@@ -224,6 +224,60 @@ def draw() -> list[float]:
     return [random.random(), np.random.random(), torch.rand(1).item()]  # noqa: NPY002
 
 
+def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path):
+    """Losses are of before the last step of an update: what it broke shows in the weights alone."""
+    network = torch.nn.Linear(2, 1)
+    with (
+        pytest.raises(
+            NonFiniteError, match="a weight of agent is not finite at step 200; last good checkpoint: step 100"
+        ),
+        Run(Small(tmp_path), "script.py", agent=network, counter=Counter()) as run,
+    ):
+        run.step = 100
+        run.log({"train/policy_loss": 1.0})
+        with torch.no_grad():
+            network.weight[0, 1] = math.nan
+        run.step = 200
+        run.log({"train/policy_loss": 1.0})
+    saved = load_checkpoint(run.folder)
+    assert saved["step"] == 100 and saved["modules"]["agent"]["weight"].isfinite().all()
+    assert not (run.folder / "done.json").exists()
+    with pytest.raises(NonFiniteError, match="there is no checkpoint yet"), Run(Small(tmp_path), "b.py", agent=network):
+        pass  # the one at the end of a run
+
+
+def test_battles_that_were_won_are_counted(tmp_path):
+    """By `log_episodes` for the curves, and by `evaluate`, in which every environment plays its share."""
+    is_won, lasts = np.array([1.0, 0.0, 1.0]), np.array([1, 2, 3])
+
+    class Battles:
+        num_envs, clock = 3, np.zeros(3, int)
+
+        def reset(self, seed=None):
+            return np.zeros((3, 1)), {}
+
+        def step(self, action):
+            self.clock = self.clock + 1
+            ended = self.clock == lasts
+            self.clock[ended] = 0
+            episode = {"r": is_won[:, None] * [1.0, 2.0], "l": lasts, "battle_won": is_won}
+            info = {"episode": episode, "_episode": ended} if ended.any() else {}
+            return np.zeros((3, 1)), None, ended, np.zeros(3, bool), info
+
+    metrics = evaluate(Battles(), lambda *seen: None, 7)  # 3, 2 and 2 battles
+    assert metrics["eval/battle_won"] == pytest.approx(5 / 7)
+    assert metrics["eval/ep_reward"] == pytest.approx(5 / 7 * 3) and metrics["eval/ep_length"] == pytest.approx(13 / 7)
+    with Run(Small(tmp_path), "script.py") as run:
+        envs = Battles()
+        for _ in range(6):
+            *_, info = envs.step(None)
+            if info:
+                run.log_episodes(info)
+        run.step = 10
+        run.log({})
+    assert scalars(run.folder)["rollout/battle_won"] == [(10, pytest.approx(8 / 11))]  # 6, 3 and 2 battles
+
+
 def test_checkpoint_restores_everything(tmp_path):
     counter = Counter(7)
     with Run(Small(tmp_path), "script.py", counter=counter) as run:
@@ -412,6 +466,21 @@ def test_signal_saves_and_leaves_no_process(signum, status, tmp_path, monkeypatc
     assert json.loads((folder / "done.json").read_text())["step"] == step + 100
     steps = [step for step, _ in scalars(folder)["train/policy_loss"]]
     assert steps == list(range(50, step + 101, 50))
+
+
+def test_a_signal_ends_the_evaluation_too(tmp_path, monkeypatch):
+    flags = ["--total-timesteps", 64, "--num-envs", 2, "--num-steps", 32, "--num-minibatches", 2]
+    with started("ppo", *flags, "--eval-episodes", 10**6, "--runs-dir", tmp_path) as process:
+        folder = run_folder(tmp_path)
+        wait_for(lambda: (folder / "checkpoint.pt").exists())
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 143 and not err
+    assert f"stopped at step 64; continue with --resume {folder}" in out and not (folder / "done.json").exists()
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--resume", str(folder), "--eval-episodes", "2"])
+    launch(ppo.main, ppo.Args)
+    assert [step for step, _ in scalars(folder)["eval/ep_reward"]] == [64] and (folder / "done.json").exists()
 
 
 @LINUX

@@ -144,6 +144,11 @@ def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
     family, _, name = env_id.partition("/")
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
+    for key in {"num_envs", "name"} & in_id.keys():
+        raise EnvError(f"{env_id}: {key} is no option of an environment")
+    for key in {"max_cycles", "max_steps", "max_episode_steps"} & options.keys():
+        if options[key] is not None and (not isinstance(options[key], int) or options[key] < 1):
+            raise EnvError(f"{env_id}: {key} must be an integer of at least 1, not {options[key]!r}")
     if family not in FAMILIES:
         near = difflib.get_close_matches(family, FAMILIES, n=1)
         near = [f"{near[0]}/{name}"] if near else [f"{f}/..." for f in FAMILIES]
@@ -224,7 +229,11 @@ def make_gymnasium(env_id: str, num_envs: int = 1, wrappers=(), **options) -> gy
         )
     except gym.error.DependencyNotInstalled as error:
         raise EnvError(f"{env_id} needs a package that is missing: {error}") from error
-    except (gym.error.Error, ModuleNotFoundError) as error:
+    except TypeError as error:  # its constructor takes other options
+        raise EnvError(f"{env_id} cannot be built with {options}: {error}") from error
+    except (gym.error.Error, ImportError) as error:
+        if env_id in gym.registry:
+            raise EnvError(f"{env_id} cannot be built: {error}") from error
         near = difflib.get_close_matches(env_id, gym.registry, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise EnvError(f"unknown environment {env_id!r}{hint}") from error

@@ -63,8 +63,8 @@ def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options
     actions that are neither Discrete nor Box, and agents that take turns.
     """
     num_workers = min(num_envs, os.cpu_count() or 1) if num_workers is None else num_workers
-    if num_workers < 0:
-        raise EnvError(f"num_workers must be 0 (no worker processes) or more, not {num_workers}")
+    if not isinstance(num_workers, int) or num_workers < 0:
+        raise EnvError(f"num_workers must be an integer, 0 (no worker processes) or more, not {num_workers!r}")
     # with workers, the environment built here only shows its spaces, and needs no window
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
     try:
