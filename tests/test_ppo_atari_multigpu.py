@@ -76,9 +76,10 @@ def test_all_stop_early_together(tmp_path):
         torch.testing.assert_close(a, c, atol=1e-5, rtol=0)
 
 
-def torchrun(tmp_path, *flags):
+def torchrun(tmp_path, *flags, script=None):
     flags = [*flags, "--runs-dir", tmp_path / "runs"]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cleanmarl.ppo_atari_multigpu"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["-m", "cleanmarl.ppo_atari_multigpu"] if script is None else [str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, *launcher, *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -99,6 +100,39 @@ def test_torchrun_resumes_what_one_process_began(tmp_path):
     assert checkpoint["step"] == 256 and checkpoint["modules"]["optimizer"]["state"][0]["step"] == 8
     metrics = enjoy.main(enjoy.Args(run_dir=folder, episodes=1))
     assert metrics["eval/ep_length"] > 50
+
+
+SPY = """
+import os
+from pathlib import Path
+import torch
+from cleanmarl import ppo_atari_multigpu
+from cleanmarl.run import launch
+
+def update(agent, optimizer, *rest):
+    rank = os.environ["RANK"]
+    torch.save([agent.state_dict(), optimizer.state_dict()], Path(__file__).with_name(f"{rank}.pt"))
+    return {}
+
+ppo_atari_multigpu.update = update
+launch(ppo_atari_multigpu.main, ppo_atari_multigpu.Args)
+"""
+
+
+def test_all_processes_go_on_from_what_the_first_has_resumed(tmp_path):
+    """Networks and optimisers of both, at their first update after the resume, are those of the checkpoint."""
+    folder = ppo_atari_multigpu.main(ppo_atari_multigpu.Args(**SMALL, runs_dir=str(tmp_path / "runs")))
+    saved = load_checkpoint(folder)["modules"]
+    spy = tmp_path / "ppo_atari_multigpu.py"
+    spy.write_text(SPY)
+    process = torchrun(tmp_path, "--resume", folder, "--total-timesteps", 256, script=spy)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    for rank in range(2):
+        agent, optimizer = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert all(torch.equal(agent[key], x) for key, x in saved["agent"].items())
+        for key, state in saved["optimizer"]["state"].items():
+            assert all(torch.equal(optimizer["state"][key][name], x) for name, x in state.items())
 
 
 def test_a_signal_saves_and_ends_all_processes(tmp_path):
