@@ -9,8 +9,8 @@ for task in simple_spread_v3 simple_speaker_listener_v4 simple_adversary_v3; do
     $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids "mpe/$task" --runs-dir "runs/maddpg_multienvs_$task" -- --total-timesteps 400000
 done
-# longer: the speakers of some seeds begin to speak late
-$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
+# the whole budget: speakers begin to speak late
+$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
     --env-ids mpe/simple_speaker_listener_v4 --runs-dir runs/maddpg_multienvs_listener_long -- --total-timesteps 1000000
 # the other scripts, with their defaults
 for script in maddpg maddpg_lstm maddpg_lstm_multienvs; do
