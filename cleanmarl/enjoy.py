@@ -1,27 +1,40 @@
-"""Play what a run has learned: `python -m cleanmarl.enjoy RUN_DIR`, for the run folder of any script."""
+"""Play what a run has learned: `python -m cleanmarl.enjoy RUN_DIR`, for the run folder of any script and any copy."""
 
 import importlib
+import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import torch
 import tyro
 
+from cleanmarl.cli import (
+    NonNegativeInt,
+    PositiveInt,
+    UsageError,
+    check,
+    check_ranges,
+    import_optional,
+    load_args,
+    read_run,
+)
 from cleanmarl.envs import EnvError, WorkerError
-from cleanmarl.run import UsageError, check, evaluate, import_optional, load_args, load_checkpoint, read_run, save_video
+from cleanmarl.evaluate import evaluate, save_video
+from cleanmarl.run import load_checkpoint
 
 
 @dataclass
 class Args:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """run folder of any script"""
-    episodes: int = 10
+    episodes: PositiveInt = 10
     """episodes to play"""
     greedy: bool = False
     """take the most probable actions instead of sampling them"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of the environment and of the samples"""
     video: Path | None = None
     """film the episodes into this .mp4 or .gif"""
@@ -29,22 +42,42 @@ class Args:
     """show the episodes in a window (for environments that can)"""
 
 
+def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
+    """The script of a run, as a module: the package's own, or the copy in the run folder if that is another one.
+
+    UsageError if there is neither, or if it cannot be imported or is no script.
+    """
+    name, path = meta["script"], Path(folder, f"{meta['script']}.py")
+    ours = Path(__file__).with_name(f"{name}.py")
+    if not path.exists() or (ours.exists() and ours.read_text() == path.read_text()):
+        path = ours
+    check(path.exists(), f"{folder} is a run of {name}.py, which is neither in the folder nor a script of this package")
+    sys.path.append(str(Path(meta.get("path", path)).parent))  # for modules that stand beside a copy
+    try:
+        if path == ours:
+            module = importlib.import_module(f"cleanmarl.{name}")
+        else:
+            spec = importlib.util.spec_from_file_location(name, path)
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+            spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    missing = [name for name in ("Args", "Agent", "make_envs", "make_policy") if not hasattr(module, name)]
+    check(not missing, f"{path} is no script that can be played: it has no {missing[0] if missing else ''}")
+    return module
+
+
 def main(args: Args) -> dict[str, float]:
     """Play the episodes, print and return their statistics; UsageError if the folder cannot be played."""
-    check(args.episodes > 0, f"--episodes must be greater than 0, not {args.episodes}")
-    check(args.seed >= 0, f"--seed must be 0 or more, not {args.seed}")
+    check_ranges(args)
     check(args.video is None or args.video.suffix in (".mp4", ".gif"), f"--video {args.video} must end in .mp4 or .gif")
     check(
         not (args.render and args.video), "--render shows the episodes in a window, --video films them: one of the two"
     )
     if args.video:
         import_optional("moviepy", "--video")
-    name = read_run(args.run_dir)["script"]
-    try:
-        script = importlib.import_module(f"cleanmarl.{name}")
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{args.run_dir} is a run of {name}.py, which is not a script of this package") from error
-    check(hasattr(script, "Args") and hasattr(script, "Agent"), f"{args.run_dir} is no run of a script of this package")
+    meta = read_run(args.run_dir)
+    name, script = meta["script"], load_script(args.run_dir, meta)
     run_args = load_args(script.Args, args.run_dir, name)
     checkpoint = load_checkpoint(args.run_dir)
 

@@ -1,0 +1,203 @@
+"""torch.nn for many agents at once, on rows (R, A, ...): R steps, whatever their number, of A agents.
+
+A stack of networks is written as one: nn.Sequential(StackedLinear(A, D, 64), nn.Tanh(), StackedLinear(A, 64, K)) gives
+every agent a network of its own, and with 1 instead of A one network serves all agents. The gradient of a sum of losses
+that share no parameter is the gradient of each, so one `backward` and one optimizer serve all of them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+
+class StackedLinear(nn.Module):
+    """M linear layers, weight (M, in, out), initialised as nn.Linear does: x (R, A, in) -> (R, A, out).
+
+    M = A: each agent has its own. M = 1: one serves all. x may be a tuple of parts that stand for their concatenation
+    and broadcast over agents: (state (R, 1, S), obs (R, A, D)) gives W [s, x] = W_s s + W_x x, so that what all agents
+    see, which may be large, is read once.
+    """
+
+    def __init__(self, num_networks: int, size_in: int, size_out: int):
+        super().__init__()
+        self.num_networks = num_networks
+        bound = size_in**-0.5
+        self.weight = nn.Parameter(torch.empty(num_networks, size_in, size_out).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(num_networks, 1, size_out).uniform_(-bound, bound))
+
+    def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            return self.product(x, self.weight, self.bias)
+        first, *rest = (self.product(part, w, None) for part, w in zip(x, self.split(self.weight, x), strict=True))
+        return sum(rest, first) + self.bias.swapaxes(0, 1)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x (R, A, in), or (R, 1, in) for what all agents see."""
+        if self.num_networks == 1:
+            rows = x.flatten(0, 1)
+            out = rows @ weight[0] if bias is None else torch.addmm(bias[0], rows, weight[0])
+            return out.unflatten(0, x.shape[:2])
+        x = x.expand(-1, self.num_networks, -1).swapaxes(0, 1)  # (A, R, in)
+        return (x @ weight if bias is None else torch.baddbmm(bias, x, weight)).swapaxes(0, 1)
+
+    @staticmethod
+    def split(weight: torch.Tensor, parts: tuple) -> tuple[torch.Tensor, ...]:
+        return weight.split([part.shape[-1] for part in parts], dim=1)
+
+
+class AgentIds(nn.Module):
+    """Appends a one-hot id to what an agent sees, (..., A, D) -> (..., A, D + A): it tells agents of one network apart.
+
+    Of a tuple of parts the ids follow the last one.
+    """
+
+    def __init__(self, num_agents: int):
+        super().__init__()
+        self.register_buffer("ids", torch.eye(num_agents), persistent=False)
+
+    def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if isinstance(x, tuple):
+            return *x[:-1], self.forward(x[-1])
+        return torch.cat([x, self.ids.expand(*x.shape[:-1], -1)], dim=-1)
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and variance of all samples so far, of D features for each of M networks; normalises as a layer, clipped.
+
+    Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+
+    def __init__(self, num_networks: int, size: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_networks, size))
+        self.register_buffer("var", torch.ones(num_networks, size))
+        self.register_buffer("count", torch.zeros(num_networks, 1))
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """Take in samples x (R, A, D); weight (R, A, 1) is 1 for those that count and 0 for those of dead agents."""
+        weight = x.new_ones(*x.shape[:2], 1) if weight is None else weight
+        axes = (0, 1) if len(self.mean) == 1 else (0,)
+        count = weight.sum(axes).view(-1, 1)  # (M, 1)
+        mean = (x * weight).sum(axes).view_as(self.mean) / count.clamp(min=1)
+        var = ((x - mean).square() * weight).sum(axes).view_as(self.mean) / count.clamp(min=1)
+        total, delta = (self.count + count).clamp(min=1), mean - self.mean
+        spread = self.var * self.count + var * count + delta.square() * self.count * count / total
+        self.mean += delta * count / total
+        self.var.copy_(torch.where(count > 0, spread / total, self.var))
+        self.count += count
+
+    @property
+    def std(self) -> torch.Tensor:
+        return (self.var + 1e-8).sqrt()
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.mean) / self.std
+
+    def denormalize(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.std + self.mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normalize(x).clamp(-10, 10)
+
+
+def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
+    """Clip the gradient of every child of `agent` by its own norm; of a stack, that of each of its M networks.
+
+    Returns the norm before, the mean of those of a stack, by the name of the child ("" for the agent's own parameters).
+    What the networks of a stack share (an ordinary layer among stacked ones) is clipped like one more network.
+    """
+    norms = {}
+    own = nn.ParameterList(agent.parameters(recurse=False))
+    for name, child in [*agent.named_children(), ("", own)]:
+        stacked = [m for m in child.modules() if getattr(m, "num_networks", 1) > 1]
+        by_network = {p: m.num_networks for m in stacked for p in m.parameters(recurse=False) if p.grad is not None}
+        shared = [p for p in child.parameters() if p.grad is not None and p not in by_network]
+        groups = [torch.nn.utils.clip_grad_norm_(shared, max_norm)[None]] if shared else []
+        if by_network:
+            squares = [p.grad.flatten(1).square().sum(1) for p in by_network]  # (M,) each
+            norm = torch.stack(squares).sum(0).sqrt()
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+            for p in by_network:
+                p.grad *= scale.view(-1, *[1] * (p.ndim - 1))
+            groups.append(norm)
+        if groups:
+            norms[name] = torch.cat(groups).mean()
+    return norms
+
+
+def as_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+    """`network` with its parameters of now as a function of NumPy arrays, without gradients.
+
+    For the few rows of one environment step NumPy takes a quarter of torch's time. It knows the layers below, by exact
+    type, in nn.Sequential; a network with any other layer is called as it is, through torch: slower, never different.
+    """
+    layers = numpy_layers(network)
+    if layers is None:
+        device = next((p.device for p in network.parameters()), None)
+
+        def forward(x: np.ndarray) -> np.ndarray:
+            with torch.no_grad():
+                return network(torch.as_tensor(x, device=device)).cpu().numpy()
+
+        return forward
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return forward
+
+
+def numpy_layers(network: nn.Module) -> list[Callable[[np.ndarray], np.ndarray]] | None:
+    """The layers of a network as NumPy functions, None if one of them is of an unknown kind."""
+    if network._forward_hooks or network._forward_pre_hooks or "forward" in vars(network):
+        return None  # somebody watches or replaces what it does
+    if type(network) is nn.Sequential:
+        inner = [numpy_layers(layer) for layer in network]
+        return None if None in inner else [layer for layers in inner for layer in layers]
+    make = NUMPY_LAYERS.get(type(network))
+    return make and [make(network)]
+
+
+def numpy_linear(layer: nn.Linear):
+    weight = to_numpy(layer.weight).T
+    if layer.bias is None:
+        return lambda x: x @ weight
+    bias = to_numpy(layer.bias)
+    return lambda x: x @ weight + bias
+
+
+def numpy_stacked_linear(layer: StackedLinear):
+    weight, bias = to_numpy(layer.weight), to_numpy(layer.bias)
+    if layer.num_networks == 1:
+        weight, bias = weight[0], bias[0]
+        return lambda x: (x.reshape(-1, x.shape[-1]) @ weight + bias).reshape(*x.shape[:-1], -1)
+    return lambda x: (x.swapaxes(0, 1) @ weight + bias).swapaxes(0, 1)
+
+
+def numpy_ids(layer: AgentIds):
+    ids = to_numpy(layer.ids)
+    return lambda x: np.concatenate([x, np.broadcast_to(ids, (*x.shape[:-1], len(ids)))], axis=-1)
+
+
+def numpy_normalize(layer: RunningMeanStd):
+    mean, std = to_numpy(layer.mean), to_numpy(layer.std)
+    return lambda x: ((x - mean) / std).clip(-10, 10)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
+
+
+NUMPY_LAYERS = {
+    nn.Linear: numpy_linear,
+    nn.Tanh: lambda layer: np.tanh,
+    nn.ReLU: lambda layer: lambda x: np.maximum(x, 0),
+    StackedLinear: numpy_stacked_linear,
+    AgentIds: numpy_ids,
+    RunningMeanStd: numpy_normalize,
+}
