@@ -26,6 +26,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from cleanmarl import ippo, ppo
 from cleanmarl import run as run_module
@@ -376,6 +377,19 @@ def test_a_run_that_goes_on_is_not_done(tmp_path):
     assert (run.folder / "done.json").exists()
     with Run(Small(tmp_path, total_timesteps=20, resume=run.folder), "script.py"):
         assert not (run.folder / "done.json").exists()
+
+
+def test_what_is_written_last_is_read_last(tmp_path, monkeypatch):
+    """Event files are read in the order of their names: second, host, pid, and a number that the process counts."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(8))  # then 9, 10
+    folder = None
+    for step in range(10, 40, 10):
+        while time.time() % 1 > 0.3:  # a run takes some milliseconds: the next one begins in the same second
+            time.sleep(0.01)
+        with Run(Small(tmp_path, total_timesteps=step, resume=folder), "script.py") as run:
+            folder, run.step = run.folder, step
+            run.log({"train/policy_loss": step})
+    assert scalars(folder)["train/policy_loss"] == [(10, 10), (20, 20), (30, 30)]
 
 
 def test_resume_remembers_the_raised_total(tmp_path, monkeypatch):
