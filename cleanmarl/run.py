@@ -1,8 +1,5 @@
 """What every experiment needs and no algorithm cares about: run folder, metrics, progress, checkpoints, resume.
 
-    if __name__ == "__main__":
-        launch(main, Args)                                # command line; a user's mistake: one line, exit status 2
-
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
         while run.step < args.total_timesteps:
             ...                                           # collect and learn
@@ -10,14 +7,12 @@
             run.log({"train/policy_loss": policy_loss})   # once per update: write, show, save if due, stop if asked
         run.evaluate(make_envs, policy)
 
-A run folder `runs/{env_id}__{script}__{seed}__{time}` holds `args.json` (arguments, command, versions, commit),
-TensorBoard events, `checkpoint.pt` and, once the run is complete, `done.json`.
+A run folder `runs/{env_id}__{script}__{seed}__{time}` holds `args.json` (arguments, command, versions, commit), a copy
+of the script, TensorBoard events, `checkpoint.pt` and, once the run is complete, `done.json`.
 """
 
-import ctypes
 import dataclasses
 import gc
-import importlib
 import importlib.metadata
 import json
 import math
@@ -36,99 +31,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from cleanmarl.cli import RunError, UsageError, check, import_optional, load_args, read_run
 from cleanmarl.envs import EnvError, WorkerError
+from cleanmarl.evaluate import evaluate, save_video
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
 EVAL_SEED = 2**30  # added to the seed: training adds the step, so that evaluation meets other episodes
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
-# What may differ from the arguments of the run that --resume continues: nothing that changes the learning.
-RESUME_MAY_CHANGE = {"total_timesteps", "checkpoint_interval", "device", "torch_threads", "resume", "runs_dir"}
-RESUME_MAY_CHANGE |= {"track", "wandb_project_name", "wandb_entity", "capture_video", "eval_episodes"}
-RESUME_MAY_CHANGE |= {"num_workers", "address"}  # where it runs
 
 
-class UsageError(Exception):
-    """The user asked for something impossible: shown as one line, exit status 2."""
-
-
-class NonFiniteError(Exception):
+class NonFiniteError(RunError):
     """A loss is NaN or infinite: the run stops and its last checkpoint stays as it was."""
-
-
-def check(condition: bool, message: str) -> None:
-    """Raise UsageError(message) unless the condition holds."""
-    if not condition:
-        raise UsageError(message)
-
-
-def check_positive(args: Any, *names: str) -> None:
-    """Check that these fields of args (numbers, tuples of one number per agent, or None) are greater than zero."""
-    for name in names:
-        value = getattr(args, name)
-        if value is None:
-            continue
-        # an empty tuple is a wrong length, which the script names
-        smallest = min(value, default=math.inf) if isinstance(value, tuple) else value
-        check(smallest > 0, f"--{name.replace('_', '-')} must be greater than 0, not {smallest}")
-
-
-def find_device(name: str) -> torch.device:
-    """The torch device called `name` (cpu, cuda, cuda:1, mps); UsageError if this machine does not have it."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"--device {name} is not there ({reason}); --device cpu always is") from error
-    return device
-
-
-def seed_everything(seed: int, torch_threads: int) -> None:
-    """Seed Python, NumPy and torch, and set the number of torch's threads (more than one slows small networks down)."""
-    check(0 <= seed < 2**32, f"--seed must be in [0, 2^32), not {seed}")
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 (libraries draw from NumPy's global state)
-    torch.manual_seed(seed)
-    torch.set_num_threads(torch_threads)
-    torch.backends.cudnn.deterministic = True
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what torch frees, instead of giving large tensors back to the kernel and asking anew.
-
-    Each of their pages would be faulted in and cleared again at every operation: for a residual network on pictures
-    that is more time than its arithmetic. glibc's `mallopt(3)`; elsewhere nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: no mappings of their own for large blocks
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """The contents of a run folder's args.json; UsageError if the folder is not a run."""
-    try:
-        meta = json.loads((Path(folder) / "args.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{folder} is not a run folder: it has no readable args.json") from error
-    is_run = isinstance(meta, dict) and {"script", "args"} <= meta.keys() and isinstance(meta["args"], dict)
-    check(is_run, f"{folder} is not a run folder: its args.json is of something else")
-    return meta
-
-
-def load_args(args_class: type, folder: Path, script: str) -> Any:
-    """The arguments of an earlier run of `script` as an instance of `args_class` (JSON lists become tuples again)."""
-    meta = read_run(folder)
-    check(meta["script"] == script, f"{folder} is a run of {meta['script']}.py, not of {script}.py")
-    try:
-        return args_class(**{key: tuple(v) if isinstance(v, list) else v for key, v in meta["args"].items()})
-    except TypeError as error:
-        raise UsageError(f"{folder} is a run of another version of {script}.py ({error})") from error
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
@@ -141,85 +58,6 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is damaged and cannot be read") from error
 
 
-def parse(args_class: type, argv: list[str], script: str) -> Any:
-    """Arguments from the command line; with --resume RUN_DIR, those of that run unless the command line differs."""
-    args = tyro.cli(args_class, args=argv)
-    if args.resume is None:
-        return args
-    stored = load_args(args_class, args.resume, script)
-    args = tyro.cli(args_class, args=argv, default=stored)
-    for field in dataclasses.fields(args):
-        new, old = getattr(args, field.name), getattr(stored, field.name)
-        flag = f"--{field.name.replace('_', '-')}"
-        message = f"{flag} {new} would change the learning of the run to resume, which has {old}"
-        check(new == old or field.name in RESUME_MAY_CHANGE, message)
-    return args
-
-
-def launch(main: Callable[[Any], Any], args_class: type) -> None:
-    """Run `main` on the command line's arguments; a user's mistake is one line and exit status 2."""
-    script = Path(sys.argv[0]).stem
-    keep_freed_memory()
-    try:
-        main(parse(args_class, sys.argv[1:], script))
-    except (UsageError, EnvError) as error:
-        print(f"{script}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (NonFiniteError, WorkerError) as error:
-        print(f"{script}: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:  # Ctrl-C before the run began, or twice
-        sys.exit(128 + signal.SIGINT)
-
-
-def evaluate(envs, policy: Callable, num_episodes: int, seed: int | None = None, frames: list | None = None) -> dict:
-    """Play `num_episodes` and return their eval/ep_reward, eval/std_ep_reward, eval/ep_length (and eval/battle_won).
-
-    `policy(obs, info, done)` returns the actions of all environments; done (N,) marks those at the start of an episode,
-    where a recurrent policy forgets. Every environment plays its share of the episodes, so that short ones do not count
-    more often. With several agents ep_reward is the team's sum, ep_reward_agent_i the return of agent i. Training's
-    random numbers are left alone. `frames`, if given, receives the pictures (H, W, 3) of environment 0.
-    """
-    num_envs = envs.num_envs
-    share = np.full(num_envs, num_episodes // num_envs)
-    share[: num_episodes % num_envs] += 1
-    returns, lengths, battles_won = [], [], []
-    with torch.no_grad(), torch.random.fork_rng():
-        if seed is not None:
-            torch.manual_seed(seed)
-        obs, info = envs.reset(seed=seed)
-        done = np.ones(num_envs, bool)
-        while share.any():
-            if frames is not None:
-                frame = envs.render()
-                frames.append(frame[0] if isinstance(frame, tuple | list) else frame)
-            obs, _, termination, truncation, info = envs.step(policy(obs, info, done))
-            done = termination | truncation
-            for i in np.flatnonzero(info.get("_episode", False) & (share > 0)):  # a lost life is done, but no episode
-                share[i] -= 1
-                returns.append(info["episode"]["r"][i])
-                lengths.append(info["episode"]["l"][i])
-                battles_won += [info["episode"]["battle_won"][i]] if "battle_won" in info["episode"] else []
-    returns = np.array(returns, np.float64).reshape(num_episodes, -1)  # (episodes, agents)
-    metrics = {"eval/ep_reward": returns.sum(1).mean(), "eval/std_ep_reward": returns.sum(1).std()}
-    metrics["eval/ep_length"] = np.mean(lengths)
-    if battles_won:
-        metrics["eval/battle_won"] = np.mean(battles_won)
-    if returns.shape[1] > 1:
-        metrics |= {f"eval/ep_reward_agent_{i}": r for i, r in enumerate(returns.mean(0))}
-    return {key: float(value) for key, value in metrics.items()}
-
-
-def save_video(frames: list[np.ndarray], path: Path, fps: int = 30) -> None:
-    """Write frames (H, W, 3) uint8 as an .mp4 or .gif; UsageError if the package that does it is missing."""
-    clip = import_optional("moviepy", "a video").ImageSequenceClip(frames, fps=fps)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".gif":
-        clip.write_gif(str(path), logger=None)
-    else:
-        clip.write_videofile(str(path), logger=None)
-
-
 class Run:
     """One experiment: its folder, metrics, progress and checkpoints.
 
@@ -229,11 +67,10 @@ class Run:
     """
 
     def __init__(self, args: Any, script: str, **modules: Any):
-        self.args, self.modules, self.script = args, modules, Path(script).stem
+        self.args, self.modules, self.script, self.source = args, modules, Path(script).stem, Path(script).resolve()
         self.step = self.num_episodes = 0
         self.episodes = defaultdict(list)  # statistics of the episodes that ended since the last point
         self.stop_signal = self.bar = self.wandb = None
-        check(args.eval_episodes >= 0, f"--eval-episodes must be 0 or more, not {args.eval_episodes}")
         if args.track:
             wandb = import_optional("wandb", "--track")
         if args.capture_video:
@@ -263,6 +100,7 @@ class Run:
         packages = ["torch", "numpy", "gymnasium", "envpool", "pettingzoo", "mpe2", "tensorboard"]
         meta = {
             "script": self.script,
+            "path": str(self.source),
             "args": dataclasses.asdict(args),
             "command": sys.argv,
             "versions": {"python": sys.version.split()[0]} | {package: _version(package) for package in packages},
@@ -272,6 +110,7 @@ class Run:
         try:
             self.folder = _new_folder(self.folder)
             self._write_json("args.json", meta)
+            self._keep_script()
         except OSError as error:
             reason = f"cannot write the run folder {self.folder} ({error.strerror})"
             raise UsageError(f"{reason}; choose another place with --runs-dir") from error
@@ -286,7 +125,16 @@ class Run:
         # From now on these are the run's arguments, for the next --resume as well.
         meta = read_run(self.folder) | {"args": dataclasses.asdict(self.args) | {"resume": None}}
         self._write_json("args.json", meta)
+        self._keep_script()
         (self.folder / "done.json").unlink(missing_ok=True)
+
+    def _keep_script(self) -> None:
+        """A copy of the script as it is now: `enjoy` plays with it, and the run can be had again."""
+        copy, text = self.folder / f"{self.script}.py", self.source.read_text()
+        if copy.exists() and copy.read_text() != text:
+            print(f"{self.script}.py has changed since the run began; it goes on as it is now", flush=True)
+        if copy != self.source:
+            copy.write_text(text)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         temporary = self.folder / f"{name}.tmp"
@@ -488,14 +336,6 @@ def _new_folder(folder: Path) -> Path:
             return folder
         except FileExistsError:
             folder = folder.with_name(f"{folder.name}-again")
-
-
-def import_optional(package: str, flag: str) -> Any:
-    """The package; UsageError that says which flag needs it if it is missing."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise UsageError(f"{flag} needs the package {package}: pip install {package}") from error
 
 
 def _version(package: str) -> str | None:
