@@ -17,10 +17,14 @@ Autoreset is SAME_STEP: where an episode ends, all of these already belong to th
     info["_final_obs"]      # (N,) bool, with _episode: which environments ended an episode
 
 Agents with different spaces are padded to the widest: observations with zeros, actions with illegal ones.
+
+Pictures keep their shape and type where a script asks for them, `make(..., pictures=True)`: then obs and final_obs are
+(N, A, H, W, C) uint8, and so is the state, (N, H, W, C). `single_observation_space` and `single_state_space` say which.
 """
 
 import ast
 import difflib
+import functools
 import importlib
 import os
 import time
@@ -56,26 +60,49 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
     """What every family implements: the interface in this module's docstring.
 
     Subclasses set the attributes below, then `observation_space` and `action_space` follow from `_set_spaces`.
+
+    What an algorithm must know of a task it reads from two of them; nobody has to find it out by playing:
+
+    `team_reward`: every agent's reward is the team's, so all living agents earn the same at every step. The dead have
+    reward 0 in the arrays of this interface; what the team earns is what any of the living earns.
+    `may_die`: agents may be gone before their episode ends, as `agent_mask` tells. If False, it is True everywhere.
+
+    Only together do they raise the question what a death means: an agent of a team goes on earning, through the others,
+    after its death (`smaclite`, `smax`); for one with a reward of its own, death is the end.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
     agents: tuple[str, ...]  # names, in the order of the agent axis
     num_agents: int
-    obs_sizes: np.ndarray  # (A,) true observation size of each agent, D is the largest
+    obs_sizes: np.ndarray  # (A,) true observation size of each agent, D is the largest; H * W * C of pictures
     action_sizes: np.ndarray  # (A,) number of actions (discrete) or action dimension (continuous) of each agent
     state_size: int
+    single_state_space: gym.spaces.Box  # (S,) float32, or a picture (H, W, C) uint8
     continuous: bool = False
-    team_reward: bool = False  # True where agents die and what the living earn is the whole team's, as in StarCraft
+    team_reward: bool = False
+    may_die: bool = True  # what is assumed where nothing is known
 
     def _set_spaces(
-        self, num_envs: int, agents: tuple[str, ...], obs_sizes, action_sizes, state_size: int, action_space=None
+        self,
+        num_envs: int,
+        agents: tuple[str, ...],
+        obs_sizes,
+        action_sizes,
+        state_size: int,
+        action_space: gym.spaces.Box | None = None,
+        observation_space: gym.spaces.Box | None = None,
+        state_space: gym.spaces.Box | None = None,
     ):
-        """Common attributes; `action_space` (A, K) Box for continuous actions, else MultiDiscrete over the agents."""
+        """Common attributes; `action_space` (A, K) Box for continuous actions, else MultiDiscrete over the agents.
+
+        `observation_space` and `state_space` are given where they are pictures.
+        """
         self.num_envs, self.agents, self.num_agents = num_envs, tuple(agents), len(agents)
         self.obs_sizes, self.action_sizes = np.asarray(obs_sizes), np.asarray(action_sizes)
         self.state_size = int(state_size)
         shape = (self.num_agents, int(self.obs_sizes.max()))
-        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        self.single_observation_space = observation_space or gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
+        self.single_state_space = state_space or gym.spaces.Box(-np.inf, np.inf, (self.state_size,), np.float32)
         self.single_action_space = action_space or gym.spaces.MultiDiscrete(self.action_sizes)
         self.continuous = isinstance(self.single_action_space, gym.spaces.Box)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
@@ -131,20 +158,25 @@ def env_seeds(seed: int, num_envs: int) -> list[int]:
     return [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs)]
 
 
-def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
+def make(
+    env_id: str, num_envs: int = 1, *, discrete: bool | None = None, pictures: bool = False, **options
+) -> MultiAgentVectorEnv:
     """Build `num_envs` copies of the multi-agent environment `family/name`.
 
+    `discrete` says which actions the script needs, True or False (continuous); None takes both. With `pictures` agents
+    may see pictures, obs (N, A, H, W, C) uint8; without, observations are always vectors (N, A, D) float32.
     `options` go to the environment: `max_cycles`, `continuous_actions`, `render_mode`, for `mpe/simple_spread_v3` also
     `N` and `local_ratio`, and so on; `num_workers` for the families that run in worker processes. They may stand in the
     id too, which is how a command line gives them: `mpe/simple_spread_v3?N=5&local_ratio=0`.
-    Raises EnvError with one line for an unknown id (naming near ones), a missing package, or an option nobody knows.
+    Raises EnvError with one line for an unknown id (naming near ones), a missing package, an option nobody knows, or
+    actions or observations that the script cannot take.
     """
     env_id, in_id = split_options(env_id)
     options = in_id | options
     family, _, name = env_id.partition("/")
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
-    for key in {"num_envs", "name"} & in_id.keys():
+    for key in {"num_envs", "name", "pictures"} & in_id.keys():
         raise EnvError(f"{env_id}: {key} is no option of an environment")
     for key in {"max_cycles", "max_steps", "max_episode_steps"} & options.keys():
         if options[key] is not None and (not isinstance(options[key], int) or options[key] < 1):
@@ -155,7 +187,29 @@ def make(env_id: str, num_envs: int = 1, **options) -> MultiAgentVectorEnv:
         raise EnvError(
             f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?"
         )
-    return importlib.import_module(f"cleanmarl.envs.{family}").make(name, num_envs, **options)
+    envs = importlib.import_module(f"cleanmarl.envs.{family}").make(name, num_envs, **options)
+    try:
+        check_spaces(env_id, envs, discrete, pictures)
+    except EnvError:
+        envs.close()
+        raise
+    return envs
+
+
+def check_spaces(env_id: str, envs: MultiAgentVectorEnv, discrete: bool | None, pictures: bool) -> None:
+    """Raises EnvError if the script that made `envs` cannot take their actions or observations, see `make`."""
+    if discrete is not None and envs.continuous == discrete:
+        has, needs = ("continuous", "discrete") if discrete else ("discrete", "continuous")
+        hint = "a ..._continuous_action.py" if discrete else "the script without _continuous_action"
+        if not discrete and env_id.startswith(("mpe/", "pz/mpe2/")):
+            hint += ", or continuous_actions=True in the id"
+        raise EnvError(f"{env_id} has {has} actions and this script needs {needs} ones: try {hint}")
+    if len(envs.single_observation_space.shape) > 2 and not pictures:
+        shape = envs.single_observation_space.shape[1:]
+        raise EnvError(
+            f"{env_id} has pictures {shape} and this script needs vectors: "
+            'see docs/environments.md, "Pictures for many agents"'
+        )
 
 
 def split_options(env_id: str) -> tuple[str, dict[str, Any]]:
@@ -196,13 +250,47 @@ class GameStatistics(gym.vector.VectorWrapper):
         return *transition, info | {key: final_info[key] for key in ("episode", "_episode") if key in final_info}
 
 
-def make_gymnasium(env_id: str, num_envs: int = 1, wrappers=(), **options) -> gym.vector.VectorEnv:
+def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
+    """`env` with observations (D,): Box flattened, Discrete one-hot. EnvError for pictures and for other spaces."""
+    space = env.observation_space
+    if not isinstance(space, gym.spaces.Box | gym.spaces.Discrete):
+        raise EnvError(f"this script needs Box or Discrete observations and {env_id} has {space}")
+    if space.dtype == np.uint8 and len(space.shape) == 3:
+        raise EnvError(
+            f"{env_id} has pictures {space.shape} and this script needs vectors: see ppo_atari.py, which has a CNN"
+        )
+    is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    return env if is_vector else gym.wrappers.FlattenObservation(env)
+
+
+def check_action_space(env: gym.Env, env_id: str, discrete: bool) -> gym.Env:
+    """`env` itself. EnvError unless its actions are Discrete, counted from 0, or, if not `discrete`, Box (K,)."""
+    space = env.action_space
+    if discrete:
+        if not isinstance(space, gym.spaces.Discrete):
+            raise EnvError(
+                f"this script needs Discrete actions and {env_id} has {space}; try a ..._continuous_action.py"
+            )
+        if space.start != 0:
+            raise EnvError(f"this script needs actions counted from 0 and {env_id} has {space}")
+    elif not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
+        raise EnvError(
+            f"this script needs Box actions and {env_id} has {space}; try the script without _continuous_action"
+        )
+    return env
+
+
+def make_gymnasium(
+    env_id: str, num_envs: int = 1, *, discrete: bool | None = None, vectors: bool = False, wrappers=(), **options
+) -> gym.vector.VectorEnv:
     """A Gymnasium vector environment for the single-agent scripts: SAME_STEP autoreset, `episode` statistics in info.
 
-    `wrappers` are applied to each environment, in order; if one of them is Gymnasium's RecordEpisodeStatistics, the
-    statistics are what it sees. `options` (`render_mode`, ...) go to the environment's constructor. The
-    observation array is reused: copy what must outlive the next step. Raises EnvError with one line for an unknown id
-    (naming near ones) or a missing package.
+    `discrete` says which actions the script needs: True for Discrete, counted from 0, False for Box (K,); None takes
+    all. With `vectors` observations are (N, D): Box ones are flattened, Discrete ones one-hot, pictures refused.
+    `wrappers` are applied to each environment after that, in order; if one of them is Gymnasium's
+    RecordEpisodeStatistics, the statistics are what it sees. `options` (`render_mode`, ...) go to the environment's
+    constructor. The observation array is reused: copy what must outlive the next step. Raises EnvError with one line
+    for an unknown id (naming near ones), a missing package, or spaces that the script cannot take.
     """
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
@@ -217,13 +305,18 @@ def make_gymnasium(env_id: str, num_envs: int = 1, wrappers=(), **options) -> gy
             ) from error
     if options.get("render_mode") == "rgb_array":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
+    needed = []
+    if discrete is not None:
+        needed.append(functools.partial(check_action_space, env_id=env_id, discrete=discrete))
+    if vectors:
+        needed.append(functools.partial(as_vectors, env_id=env_id))
     try:
         envs = gym.make_vec(
             env_id,
             num_envs,
             vectorization_mode="sync",
             vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False},
-            wrappers=wrappers,
+            wrappers=[*needed, *wrappers],
             disable_env_checker=True,
             **options,
         )

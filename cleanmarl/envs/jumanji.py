@@ -103,6 +103,8 @@ def make(name: str, num_envs: int = 1, render_mode: str | None = None, **options
 class JumanjiVectorEnv(MultiAgentVectorEnv):
     """N copies of one task in an envpool, with one thread: a step takes less time than to wake another thread."""
 
+    team_reward, may_die = True, False
+
     def __init__(self, name: str, num_envs: int, render_mode: str | None = None):
         try:
             import envpool  # takes a second, and is missing on some platforms

@@ -79,8 +79,9 @@ class TupleEnv:
     These environments report the end by one flag, at the time limit too: it is truncation unless `finished()`.
     """
 
-    def __init__(self, env, before_reset: Callable, finished: Callable[[], bool]):
+    def __init__(self, env, before_reset: Callable, finished: Callable[[], bool], team_reward: bool = False):
         self.env, self.before_reset, self.finished = env, before_reset, finished
+        self.metadata = {"team_reward": team_reward, "may_die": False}
         self.possible_agents = [f"agent_{a}" for a in range(len(env.action_space))]
         self.observation_spaces = dict(zip(self.possible_agents, env.observation_space))
         self.action_spaces = dict(zip(self.possible_agents, env.action_space))

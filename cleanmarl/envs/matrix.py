@@ -89,6 +89,8 @@ def make(
 class MatrixVectorEnv(MultiAgentVectorEnv):
     """N plays of one game at the same time; `table` holds the reward of every joint action, one axis per agent."""
 
+    team_reward, may_die = True, False
+
     def __init__(self, name: str, num_envs: int, table: np.ndarray, max_cycles: int = 1):
         self.env_id, self.table, self.max_cycles = f"matrix/{name}", table, max_cycles
         A = table.ndim

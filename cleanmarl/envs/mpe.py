@@ -105,6 +105,7 @@ class ParticleEnv(MultiAgentVectorEnv):
     """Physics, actions, observations and episodes; a scenario adds who there is, what they see and what they earn."""
 
     name: str
+    may_die = False
     num_goals = 0  # landmarks drawn at reset, before the positions: `goals` (N, G)
     drawn_twice = 0  # the last so many landmarks: mpe2 places them, then places them again
 
@@ -426,6 +427,7 @@ class Simple(ParticleEnv):
     """One agent goes to a landmark."""
 
     name = "simple_v3"
+    team_reward = True  # a team of one
 
     def __init__(self, num_envs: int, **common):
         super().__init__(num_envs, [Body("agent_0", movable=True)], [Body("landmark_0", color=RED)], **common)
@@ -523,6 +525,7 @@ class Reference(ParticleEnv):
         agents = [Body(f"agent_{i}", movable=True, speaks=True) for i in range(2)]
         landmarks = [Body(f"landmark_{i}", color=PLACE_COLORS[i]) for i in range(3)]
         super().__init__(num_envs, agents, landmarks, num_words=10, goal_codes=PLACE_COLORS, **common)
+        self.team_reward = self.local_ratio == 0
         self.to_goal = self.pairs([(1, self.goal_ids[0]), (0, self.goal_ids[1])])
 
     def view(self, i):
@@ -537,6 +540,7 @@ class SpeakerListener(ParticleEnv):
     """The speaker sees which landmark is the goal and cannot move; the listener moves and only hears the speaker."""
 
     name = "simple_speaker_listener_v4"
+    team_reward = True
     num_goals = 1
 
     def __init__(self, num_envs: int, **common):
@@ -565,6 +569,7 @@ class Spread(ParticleEnv):
         self.local_ratio = check_ratio(self.name, local_ratio)
         agents = [Body(f"agent_{i}", 0.15, BLUE, collide=True, movable=True) for i in range(N)]
         super().__init__(num_envs, agents, [Body(f"landmark_{i}") for i in range(N)], num_words=2, **common)
+        self.team_reward = self.local_ratio == 0 or N == 1
         to_landmark = [(i, j) for i in range(N) for j in self.landmark_ids]
         self.judged = self.pairs([*self.contacts.pairs, *to_landmark])
         self.in_contact = np.abs(self.contact_sign)

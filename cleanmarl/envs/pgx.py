@@ -57,6 +57,8 @@ def make(name: str, num_envs: int = 1, render_mode: str | None = None, **options
 class PgxVectorEnv(MultiAgentVectorEnv):
     """N copies of one game, each in an envpool of its own."""
 
+    team_reward, may_die = False, False
+
     def __init__(self, name: str, num_envs: int, render_mode: str | None = None):
         try:
             import envpool  # takes a second, and is missing on some platforms

@@ -5,45 +5,38 @@
 through PettingZoo's own conversion if its metadata say "is_parallelizable"; agents that really take turns, as in chess,
 cannot act at once. What the interface of this package leaves open:
 
-    observation     flattened to float32, images too; Discrete is one-hot; {observation, action_mask} is taken apart
+    observation     flattened to float32; Discrete is one-hot; {observation, action_mask} is taken apart; where all
+                    agents see pictures (H, W, C) uint8 of one shape, they stay such pictures
     action          Discrete: counted from 0; Box: flattened, an error where it leaves its bounds
     action_mask     from there or from info[agent]["action_mask"]; an agent without a legal action has action 0
     state           env.state() flattened to float32 (the last one, where it fails without agents that are done); where
-                    there is no state(), the padded observations one after another
-    reward          the environment's own, for each agent
+                    there is no state(), the padded observations one after another. Where agents see pictures, a
+                    state() that is one stays one, and else it is theirs, one behind the other: (H, W, A * C) uint8
+    reward          the environment's own, for each agent; whether it is the team's and whether agents may die is what
+                    the environment's metadata say, {"team_reward": True, "may_die": False}, or the options of that
+                    name; nothing is known of it (False, True) but in the environments of RULES below
     dead agent      done, or not in env.agents: observation and reward 0, only action 0 is legal, and is not passed on
     episode end     no agent is left: truncation if one that lived until then was truncated and not terminated;
                     battle_won where the environment has an attribute of that name
     seeds           reset(seed=s) gives env_seeds(s, N)[i] to environment i, each later episode the next number of a
                     generator seeded with that: runs repeat even where reset(seed=None) would draw from entropy
-
-Why not Gymnasium's AsyncVectorEnv: one process per environment, rewards (N,) instead of (N, A), infos pickled at every
-step. Workers here are fresh interpreters, as with multiprocessing's spawn, but they do not import the script again:
-that takes seconds and the memory of torch in each of them, and a `__main__` guard in the script.
 """
 
 import importlib
 import importlib.util
+import itertools
 import math
-import mmap
 import os
 import pkgutil
 import re
-import signal
-import subprocess
-import sys
-import tempfile
-import traceback
 import warnings
-from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import numpy as np
 from gymnasium import spaces
 from pettingzoo.utils.conversions import aec_to_parallel
 
-from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, WorkerError, env_seeds, unknown_name
+from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, env_seeds, unknown_name
+from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
 
 PETTINGZOO = ("atari", "butterfly", "classic", "sisl")  # packages inside pettingzoo; others stand by themselves
 INSTALL = {
@@ -54,17 +47,46 @@ INSTALL = {
     "butterfly": "python bootstrap.py multiagent",
     "sisl": "python bootstrap.py multiagent",
 }
+RULES = {  # options -> (team_reward, may_die), of environments that do not say it themselves
+    "butterfly/cooperative_pong_v6": lambda options: (True, False),
+    "butterfly/pistonball_v6": lambda options: (True, False),
+    "sisl/multiwalker_v9": lambda options: (
+        bool(options.get("shared_reward", True)),
+        not options.get("terminate_on_fall", True),
+    ),
+    "sisl/pursuit_v5": lambda options: (bool(options.get("shared_reward", True)), False),
+    "mpe2/simple_v3": lambda options: (True, False),
+    "mpe2/simple_adversary_v3": lambda options: (False, False),
+    "mpe2/simple_crypto_v3": lambda options: (False, False),
+    "mpe2/simple_push_v3": lambda options: (False, False),
+    "mpe2/simple_reference_v3": lambda options: (options.get("local_ratio", 0.5) == 0, False),
+    "mpe2/simple_speaker_listener_v4": lambda options: (True, False),
+    "mpe2/simple_spread_v3": lambda options: (options.get("local_ratio", 0.5) == 0, False),
+    "mpe2/simple_tag_v3": lambda options: (False, False),
+    "mpe2/simple_world_comm_v3": lambda options: (False, False),
+}
 
 
-def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options) -> "PettingZooVectorEnv":
+def make(
+    name: str,
+    num_envs: int = 1,
+    num_workers: int | None = None,
+    team_reward: bool | None = None,
+    may_die: bool | None = None,
+    **options,
+) -> "PettingZooVectorEnv":
     """`num_envs` copies of `pz/<name>` in `num_workers` processes (default: one per core; 0: in this process).
 
-    Raises EnvError with one line for an unknown name, a missing package, options that the constructor does not take,
-    actions that are neither Discrete nor Box, and agents that take turns.
+    `team_reward` and `may_die` say what MultiAgentVectorEnv means by them where the environment does not, or says it
+    wrongly. Raises EnvError with one line for an unknown name, a missing package, options that the constructor does not
+    take, actions that are neither Discrete nor Box, pictures of several shapes, and agents that take turns.
     """
     num_workers = min(num_envs, os.cpu_count() or 1) if num_workers is None else num_workers
-    if not isinstance(num_workers, int) or num_workers < 0:
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0:
         raise EnvError(f"num_workers must be an integer, 0 (no worker processes) or more, not {num_workers!r}")
+    for key, value in (("team_reward", team_reward), ("may_die", may_die)):
+        if value not in (None, True, False):
+            raise EnvError(f"pz/{name}: {key} must be True or False, not {value!r}")
     # with workers, the environment built here only shows its spaces, and needs no window
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
     try:
@@ -75,7 +97,12 @@ def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise EnvError(f"pz/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
-    return PettingZooVectorEnv(name, env, layout, num_envs, min(num_workers, num_envs), options)
+    known = dict(zip(("team_reward", "may_die"), RULES.get(name, lambda options: ())(options)))
+    known |= {key: env.metadata[key] for key in ("team_reward", "may_die") if key in getattr(env, "metadata", {})}
+    envs = PettingZooVectorEnv(name, env, layout, num_envs, min(num_workers, num_envs), options)
+    envs.team_reward = known.get("team_reward", False) if team_reward is None else team_reward
+    envs.may_die = known.get("may_die", True) if may_die is None else may_die
+    return envs
 
 
 def known_names() -> list[str]:
@@ -127,6 +154,15 @@ class Layout:
         self.masked = [isinstance(s, spaces.Dict) and {*s} == {"observation", "action_mask"} for s in self.observations]
         self.observations = [s["observation"] if masked else s for s, masked in zip(self.observations, self.masked)]
         self.obs_sizes = [spaces.flatdim(space) for space in self.observations]
+        shapes = [s.shape if is_picture(s) else None for s in self.observations]
+        self.has_pictures = shapes[0] is not None
+        if len({*shapes}) > 1:
+            seen = ", ".join(str(shape or "no picture") for shape in dict.fromkeys(shapes))
+            raise TypeError(f"all agents need pictures of one shape, or none, not {seen}")
+        A, size = len(self.agents), max(self.obs_sizes)
+        self.observation_space = (
+            pictures(A, *shapes[0]) if self.has_pictures else spaces.Box(-np.inf, np.inf, (A, size), np.float32)
+        )
         self.actions = [env.action_space(agent) for agent in self.agents]
         self.continuous = isinstance(self.actions[0], spaces.Box)
         if not all(isinstance(s, spaces.Box if self.continuous else spaces.Discrete) for s in self.actions):
@@ -142,30 +178,44 @@ class Layout:
             self.bounds = spaces.Box(low, high, dtype=np.float32)
         env.reset(seed=0)
         try:
-            self.has_state, self.state_size = True, np.size(env.state())
+            state, self.has_state = np.asarray(env.state()), True
         except (NotImplementedError, AttributeError, TypeError):  # no state(), or something else of that name
-            self.has_state, self.state_size = False, len(self.agents) * max(self.obs_sizes)
+            state, self.has_state = self.joint(np.zeros_like(self.observation_space.low)), False
+        is_kept = self.has_pictures and state.dtype == np.uint8 and state.ndim == 3
+        self.state_space = pictures(*state.shape) if is_kept else spaces.Box(-np.inf, np.inf, (state.size,), np.float32)
 
-    def arrays(self, num_envs: int, memory: int | None = None) -> dict[str, np.ndarray]:
-        """Everything the processes share, in the file `memory` (made large enough), or in memory of this process."""
-        N, A, D, K, S = num_envs, len(self.agents), max(self.obs_sizes), max(self.action_sizes), self.state_size
-        fields = {
+    def joint(self, obs: np.ndarray) -> np.ndarray:
+        """The state of environments that have none, from obs (A, D) or pictures (A, H, W, C)."""
+        return np.concatenate(obs, axis=-1) if self.has_pictures else obs.ravel()  # (H, W, A * C) or (A * D,)
+
+    def fields(self, num_envs: int) -> dict[str, tuple]:
+        """Shape and type of all that N environments read and write."""
+        N, A, K = num_envs, len(self.agents), max(self.action_sizes)
+        obs, state = self.observation_space, self.state_space
+        return {
             "action": ((N, A, K), np.float32) if self.continuous else ((N, A), np.int64),
-            **dict.fromkeys(("obs", "final_obs"), ((N, A, D), np.float32)),
-            **dict.fromkeys(("state", "final_state"), ((N, S), np.float32)),
+            **dict.fromkeys(("obs", "final_obs"), ((N, *obs.shape), obs.dtype)),
+            **dict.fromkeys(("state", "final_state"), ((N, *state.shape), state.dtype)),
             **dict.fromkeys(("action_mask", "final_action_mask"), ((N, A, K), np.bool_)),
             **dict.fromkeys(("agent_mask", "final_agent_mask"), ((N, A), np.bool_)),
             "reward": ((N, A), np.float32),
             **dict.fromkeys(("termination", "truncation", "battle_won"), ((N,), np.bool_)),
         }
-        sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in fields.values()]
-        if memory is not None:
-            os.truncate(memory, sum(sizes))
-        buffer = mmap.mmap(-1 if memory is None else memory, sum(sizes))
-        starts = np.cumsum([0, *sizes])
-        return {
-            key: np.ndarray(shape, dtype, buffer, start) for (key, (shape, dtype)), start in zip(fields.items(), starts)
-        }
+
+
+def is_picture(space: spaces.Space) -> bool:
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+
+
+def pictures(*shape: int) -> spaces.Box:
+    return spaces.Box(0, 255, shape, np.uint8)
+
+
+def open_block(memory: int, name: str, options: dict, num_envs: int, first: int, last: int) -> "Block":
+    """What a worker works on: environments first to last - 1 of N."""
+    envs = [build(name, options) for _ in range(first, last)]
+    layout = Layout(envs[0])
+    return Block(name, envs, layout, share(layout.fields(num_envs), memory), first)
 
 
 class Block:
@@ -247,86 +297,20 @@ class Block:
                 value, mask = value["observation"], value["action_mask"]
             if not isinstance(lay.observations[a], spaces.Box):
                 value = spaces.flatten(lay.observations[a], value)
-            obs_rows[i, a, : lay.obs_sizes[a]] = np.ravel(value)
+            if lay.has_pictures:
+                obs_rows[i, a] = value
+            else:
+                obs_rows[i, a, : lay.obs_sizes[a]] = np.ravel(value)
             if mask is not None:
                 mask_rows[i, a, : lay.action_sizes[a]] = mask
                 mask_rows[i, a, 0] |= not mask_rows[i, a].any()
         try:
-            state_rows[i] = np.ravel(self.envs[i].state() if lay.has_state else obs_rows[i])
+            state = self.envs[i].state() if lay.has_state else lay.joint(obs_rows[i])
+            state_rows[i] = np.reshape(state, lay.state_space.shape)
         except Exception:  # multiwalker has no state() of walkers that fell
             if not self.ended[i].any():
                 raise
             state_rows[i] = self.state[i]
-
-
-class Worker:
-    """A process with a block of environments, as the main process sees it."""
-
-    def __init__(self, index: int, name: str, options: dict, num_envs: int, memory: int, first: int, last: int):
-        self.connection, theirs = Pipe()
-        script = (
-            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the main process
-            f"signal.signal(signal.SIGTERM, signal.SIG_DFL); sys.path[:] = {sys.path}; "
-            f"from cleanmarl.envs.pz import serve; serve({theirs.fileno()}, {memory})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), memory),
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # workers share the cores already
-            start_new_session=True,  # a signal to the process group ends the main process, which ends the workers
-        )
-        theirs.close()  # so that the pipe ends with the process
-        self.label = f"pz/{name}: worker {index} (pid {self.process.pid}, environments {first} to {last - 1})"
-        self.send("open", name, options, num_envs, first, last)
-
-    def send(self, command: str, *arguments) -> None:
-        with suppress(OSError):  # a dead worker is noticed by receive
-            self.connection.send((command, arguments))
-
-    def receive(self):
-        try:
-            error, reply = self.connection.recv()
-        except (EOFError, OSError):
-            status = self.process.wait(5)
-            how = f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.strsignal(-status)}"
-            raise WorkerError(f"{self.label} died ({how})") from None
-        if error:
-            raise WorkerError(f"{self.label} failed:\n{error}")
-        return reply
-
-
-def stop(workers: list[Worker]) -> None:
-    """End all workers: the closed connection tells them; who is still busy after two seconds is killed."""
-    for worker in workers:
-        worker.connection.close()
-    for worker in workers:
-        try:
-            worker.process.wait(2)
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
-    workers.clear()
-
-
-def serve(descriptor: int, memory: int) -> None:
-    """The life of a worker: answer each (command, arguments) with (traceback or None, result)."""
-    connection = Connection(descriptor)
-    with suppress(EOFError, OSError):  # the main process closed its end or died, even by SIGKILL
-        while True:
-            command, arguments = connection.recv()
-            error = reply = None
-            try:
-                if command == "open":
-                    name, options, num_envs, first, last = arguments
-                    envs = [build(name, options) for _ in range(first, last)]
-                    layout = Layout(envs[0])
-                    block = Block(name, envs, layout, layout.arrays(num_envs, memory), first)
-                else:
-                    reply = getattr(block, command)(*arguments)
-            except Exception:
-                error = traceback.format_exc()
-            connection.send((error, reply))
 
 
 class PettingZooVectorEnv(MultiAgentVectorEnv):
@@ -340,28 +324,26 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         self.env_id, self.render_mode = f"pz/{name}", options.get("render_mode")
         self.block, self.statistics, self.workers, self.has_battles = None, None, [], layout.has_battles
         agents = tuple(map(str, layout.agents))
-        self._set_spaces(num_envs, agents, layout.obs_sizes, layout.action_sizes, layout.state_size, layout.bounds)
+        sizes = layout.obs_sizes, layout.action_sizes, math.prod(layout.state_space.shape)
+        self._set_spaces(num_envs, agents, *sizes, layout.bounds, layout.observation_space, layout.state_space)
         if self.continuous:
             low, high = (bound.astype(np.float64) for bound in (layout.bounds.low, layout.bounds.high))
             slack = np.where(np.isfinite(high - low), 1e-6 * (high - low), 0)  # for roundings of other units
             self.lowest, self.highest = low - slack, high + slack  # (A, K)
         if num_workers == 0:
             envs = [env, *(build(name, options) for _ in range(num_envs - 1))]
-            self.arrays = layout.arrays(num_envs)
+            self.arrays = share(layout.fields(num_envs))
             self.block = Block(name, envs, layout, self.arrays, 0)
             return
         env.close()
-        # a file without a name: nothing is left whoever dies, and the size of /dev/shm is no limit
-        if hasattr(os, "memfd_create"):
-            memory = os.memfd_create("cleanmarl")
-        else:  # macOS
-            with tempfile.TemporaryFile() as file:
-                memory = os.dup(file.fileno())
+        memory = new_memory()
         cuts = [num_envs * w // num_workers for w in range(num_workers + 1)]
         try:
-            self.arrays = layout.arrays(num_envs, memory)
-            for w in range(num_workers):
-                self.workers.append(Worker(w, name, options, num_envs, memory, cuts[w], cuts[w + 1]))
+            self.arrays = share(layout.fields(num_envs), memory)
+            for w, (first, last) in enumerate(itertools.pairwise(cuts)):
+                label = f"pz/{name}: worker {w} (pid {{pid}}, environments {first} to {last - 1})"
+                arguments = name, options, num_envs, first, last
+                self.workers.append(Worker(label, "cleanmarl.envs.pz:open_block", memory, *arguments))
             for worker in self.workers:
                 worker.receive()
         except BaseException:
@@ -414,13 +396,10 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         if self.block is not None:
             return getattr(self.block, command)(*arguments)
         try:
-            for worker in self.workers[:only]:
-                worker.send(command, *arguments)
-            replies = [worker.receive() for worker in self.workers[:only]]
+            return call(self.workers[:only], command, *arguments)
         except BaseException:  # an answer may be under way, so the workers are of no more use
             self.close()
             raise
-        return replies[0]
 
     def _checked(self, action) -> np.ndarray:
         """`action` with zeros for dead agents and for actions that an agent does not have."""

@@ -17,6 +17,8 @@ reinforcement learning algorithms in cooperative tasks" (https://arxiv.org/abs/2
 the rewards of all agents: compare its returns with the sum over agents.
 """
 
+import importlib
+
 import gymnasium as gym
 
 from cleanmarl.envs import pz, unknown_name
@@ -44,4 +46,5 @@ def parallel_env(task: str, **options) -> TupleEnv:
     if task not in gym.registry or not task.startswith("rware-"):
         raise unknown_name(f"rware/{task}", known_names())
     env = construct(task, options)
-    return TupleEnv(env, before_reset=lambda env: None, finished=lambda: False)
+    team_reward = env.reward_type == importlib.import_module("rware").RewardType.GLOBAL
+    return TupleEnv(env, before_reset=lambda env: None, finished=lambda: False, team_reward=team_reward)

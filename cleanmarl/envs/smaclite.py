@@ -36,6 +36,7 @@ import io
 import json
 import tempfile
 from pathlib import Path
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -85,9 +86,7 @@ def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    envs = make_in_workers("smaclite", name, parallel_env, num_envs, num_workers, options)
-    envs.team_reward = True
-    return envs
+    return make_in_workers("smaclite", name, parallel_env, num_envs, num_workers, options)
 
 
 def parallel_env(task: str, max_steps: int | None = None, **options) -> "Battle":
@@ -130,6 +129,8 @@ def describe(name: str, folder: str) -> dict:
 
 class Battle:
     """The package's environment as a PettingZoo parallel environment whose agents die, with a time limit."""
+
+    metadata: ClassVar[dict[str, Any]] = {"team_reward": True, "may_die": True}
 
     def __init__(self, env, max_steps: int):
         self.env, self.max_steps = env, max_steps

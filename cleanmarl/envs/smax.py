@@ -135,7 +135,7 @@ def split(keys):
 class SmaxVectorEnv(MultiAgentVectorEnv):
     """N copies of one scenario; see the module's docstring."""
 
-    team_reward = True
+    team_reward, may_die = True, True
 
     def __init__(self, name: str, num_envs: int, game: Game, render_mode: str | None):
         self.env_id, self.game, self.render_mode, self.batch = f"smax/{name}", game, render_mode, None

@@ -1,0 +1,134 @@
+"""Worker processes for environments: each steps its block of them on arrays that all processes share.
+
+    memory = new_memory()
+    arrays = share({"obs": ((N, A, D), np.float32), ...}, memory)
+    workers = [Worker(label, "my_module:MyBlock", memory, ...), ...]
+    call(workers, "step")                               # MyBlock(memory, ...).step() in every worker, at the same time
+    stop(workers)
+
+The arrays carry what changes at every step; the pipes carry names of methods, their few arguments, and errors.
+
+Why not Gymnasium's AsyncVectorEnv: one process per environment, rewards (N,) instead of (N, A), infos pickled at every
+step. Workers here are fresh interpreters, as with multiprocessing's spawn, but they do not import the script again:
+that takes seconds and the memory of torch in each of them, and a `__main__` guard in the script.
+"""
+
+import importlib
+import math
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from cleanmarl.envs import WorkerError
+
+
+def new_memory() -> int:
+    """Descriptor of a file without a name: nothing is left whoever dies, and the size of /dev/shm is no limit."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("cleanmarl")
+    with tempfile.TemporaryFile() as file:  # macOS
+        return os.dup(file.fileno())
+
+
+def share(fields: dict[str, tuple], memory: int | None = None) -> dict[str, np.ndarray]:
+    """Arrays of these (shape, dtype), zeros at first, in the file `memory` (made large enough) or in this process.
+
+    Whoever calls it with the same fields and the same file has the same arrays.
+    """
+    sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64 for shape, dtype in fields.values()]
+    if memory is not None:
+        os.truncate(memory, sum(sizes))
+    buffer = mmap.mmap(-1 if memory is None else memory, sum(sizes))
+    starts = np.cumsum([0, *sizes])
+    return {
+        key: np.ndarray(shape, dtype, buffer, start) for (key, (shape, dtype)), start in zip(fields.items(), starts)
+    }
+
+
+class Worker:
+    """A process with what `target` (module:callable) makes of the shared memory and `arguments`, as others see it.
+
+    `label` names it in errors; "{pid}" in it becomes its process id.
+    """
+
+    def __init__(self, label: str, target: str, memory: int, *arguments):
+        self.connection, theirs = Pipe()
+        script = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the main process
+            f"signal.signal(signal.SIGTERM, signal.SIG_DFL); sys.path[:] = {sys.path}; "
+            f"from cleanmarl.envs.workers import serve; serve({theirs.fileno()}, {memory})"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), memory),
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # workers share the cores already
+            start_new_session=True,  # a signal to the process group ends the main process, which ends the workers
+        )
+        theirs.close()  # so that the pipe ends with the process
+        self.label = label.replace("{pid}", str(self.process.pid))
+        self.send("open", target, *arguments)
+
+    def send(self, command: str, *arguments) -> None:
+        with suppress(OSError):  # a dead worker is noticed by receive
+            self.connection.send((command, arguments))
+
+    def receive(self):
+        """What the command that was sent returned. Raises WorkerError if it raised, or if the process died."""
+        try:
+            error, reply = self.connection.recv()
+        except (EOFError, OSError):
+            status = self.process.wait(5)
+            how = f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.strsignal(-status)}"
+            raise WorkerError(f"{self.label} died ({how})") from None
+        if error:
+            raise WorkerError(f"{self.label} failed:\n{error}")
+        return reply
+
+
+def call(workers: list[Worker], command: str, *arguments):
+    """Have all workers carry out a command at the same time; the reply of the first."""
+    for worker in workers:
+        worker.send(command, *arguments)
+    first, *_ = [worker.receive() for worker in workers]
+    return first
+
+
+def stop(workers: list[Worker]) -> None:
+    """End all workers: the closed connection tells them; who is still busy after two seconds is killed."""
+    for worker in workers:
+        worker.connection.close()
+    for worker in workers:
+        try:
+            worker.process.wait(2)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            worker.process.wait()
+    workers.clear()
+
+
+def serve(descriptor: int, memory: int) -> None:
+    """The life of a worker: answer each (command, arguments) with (traceback or None, result)."""
+    connection = Connection(descriptor)
+    with suppress(EOFError, OSError):  # the main process closed its end or died, even by SIGKILL
+        while True:
+            command, arguments = connection.recv()
+            error = reply = None
+            try:
+                if command == "open":
+                    module, _, name = arguments[0].partition(":")
+                    block = getattr(importlib.import_module(module), name)(memory, *arguments[1:])
+                else:
+                    reply = getattr(block, command)(*arguments)
+            except Exception:
+                error = traceback.format_exc()
+            connection.send((error, reply))
