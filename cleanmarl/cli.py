@@ -159,6 +159,13 @@ def seed_everything(seed: int, torch_threads: int) -> None:
     torch.backends.cudnn.deterministic = True
 
 
+def set_up(args: RunArgs) -> torch.device:
+    """Seed all random numbers and set torch's threads as `args` says; returns the device to learn on."""
+    device = find_device(args.device)
+    seed_everything(args.seed, args.torch_threads)
+    return device
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep what torch frees, instead of giving large tensors back to the kernel and asking anew.
 
