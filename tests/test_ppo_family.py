@@ -7,15 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from optional import need
 from test_maddpg_family import code
 
-PPO = {  # script: packages that its environment needs
+PPO = {  # script: what its environment needs
     "ppo": [],
     "ppo_shared": [],
     "ppo_continuous_action": ["mujoco"],
     "ppo_multidiscrete": ["envpool"],
     "ppo_multidiscrete_mask": ["envpool"],
-    "ppo_procgen": ["envpool"],
+    "ppo_procgen": ["envpool", "Qt 5"],
     "ppo_atari": ["ale_py", "cv2"],
     "ppo_atari_envpool": ["envpool"],
     "ppo_atari_lstm": ["ale_py", "cv2"],
@@ -52,8 +53,7 @@ def test_copies_are_copies(scripts, names):
 
 def rollouts(name, monkeypatch, tmp_path, **changes):
     """Two rollouts of a run that does not learn: the agent, the arguments and each one's arrays and batch."""
-    for package in PPO[name]:
-        pytest.importorskip(package)
+    need(*PPO[name])
     script = importlib.import_module(f"cleanmarl.{name}")
     agents, arrays, batches, estimate = [], [], [], script.estimate
 

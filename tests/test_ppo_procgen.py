@@ -6,21 +6,17 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from optional import needs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cleanmarl import enjoy, ppo_procgen
 from cleanmarl.envs import EnvError
-from cleanmarl.envs.pool import EnvPool, envpool_spec
+from cleanmarl.envs.pool import EnvPool
 from cleanmarl.run import UsageError, load_checkpoint
 
 SMALL = {"total_timesteps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 SMALL |= {"eval_episodes": 0}
-try:
-    envpool_spec("StarpilotEasy-v0")
-    HAS_QT = True
-except EnvError:
-    HAS_QT = False
-needs_qt = pytest.mark.skipif(not HAS_QT, reason="Procgen needs Qt 5: apt install libqt5gui5")
+needs_qt = needs("Qt 5")
 
 
 class Quiet:

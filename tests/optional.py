@@ -1,0 +1,51 @@
+"""Optional packages: what a test needs, and the line that installs it, which `make test` prints at its end."""
+
+import importlib.util
+
+import pytest
+
+from cleanmarl.envs import EnvError, smaclite
+from cleanmarl.envs.pool import envpool_spec
+
+GROUPS = {  # of pyproject.toml: the modules that tests import
+    "atari": ["ale_py", "cv2"],
+    "box2d": ["Box2D"],
+    "docs": ["sphinx", "myst_parser", "furo", "pygments"],
+    "eval": ["rliable", "pandas", "matplotlib"],
+    "mujoco": ["mujoco"],
+    "multiagent": ["lbforaging", "rware", "pymunk", "scipy"],
+    "oracles": ["torchrl", "stable_baselines3"],
+    "ray": ["ray"],
+    "smax": ["jax", "jaxmarl"],
+    "video": ["moviepy"],
+}
+INSTALL = {module: f"python bootstrap.py {group}" for group, modules in GROUPS.items() for module in modules}
+INSTALL |= {"envpool": "pip install envpool", "smaclite": smaclite.INSTALLING, "Qt 5": "apt install libqt5gui5"}
+
+
+def is_there(name: str) -> bool:
+    """Whether a module, or "Qt 5", can be had; nothing but Procgen's part of envpool needs Qt."""
+    if name != "Qt 5":
+        return importlib.util.find_spec(name) is not None
+    try:
+        envpool_spec("StarpilotEasy-v0")
+    except EnvError:
+        return False
+    return True
+
+
+def reason(name: str) -> str:
+    return f"{name} is not installed: {INSTALL[name]}"
+
+
+def need(*names: str) -> None:
+    """Skip the test that calls it if one of `names`, modules or "Qt 5", is missing."""
+    for name in names:
+        if not is_there(name):
+            pytest.skip(reason(name))
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """The same as a mark: of a test, a parameter or, as `pytestmark`, a file."""
+    missing = [name for name in names if not is_there(name)]
+    return pytest.mark.skipif(bool(missing), reason=reason(missing[0]) if missing else "")
