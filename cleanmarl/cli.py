@@ -107,10 +107,13 @@ def limits(hint: Any) -> list[Gt | Ge | Lt | Le]:
 
 
 def check_ranges(args: Any) -> None:
-    """Raise UsageError for the first field of a dataclass whose number is outside the range that it declares."""
-    hints = typing.get_type_hints(type(args), include_extras=True)
-    for field in dataclasses.fields(args):
-        check_range(flag(field.name), getattr(args, field.name), hints[field.name])
+    """Raise UsageError for the first number of a dataclass that is outside its range.
+
+    The range that a base class declares holds where a subclass only changes the default.
+    """
+    for cls in type(args).__mro__[:-1]:
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            check_range(flag(name), getattr(args, name), hint)
 
 
 def check_range(name: str, value: Any, hint: Any) -> None:

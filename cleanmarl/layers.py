@@ -195,6 +195,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 NUMPY_LAYERS = {
     nn.Linear: numpy_linear,
+    nn.Identity: lambda layer: lambda x: x,
     nn.Tanh: lambda layer: np.tanh,
     nn.ReLU: lambda layer: lambda x: np.maximum(x, 0),
     StackedLinear: numpy_stacked_linear,
