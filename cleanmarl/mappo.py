@@ -5,8 +5,8 @@ actor and one critic serve all agents, who are told apart by a one-hot id; with 
 its own, stacked, weight (A, in, out). Critics predict normalised returns (PopArt), with a Huber loss. Death masking:
 the critic of a dead agent sees zeros (and the id), and what its team earns after its death still counts for it.
 
-Paper: Yu et al. 2021 (arXiv:2103.01955). Parent: ippo.py, plus the centralised critic with its normalisation, loss and
-learning rate; less the settings per agent and the schedules. An agent's reward is the one its environment gives it.
+Paper: Yu et al. 2021 (arXiv:2103.01955). Parent: ippo.py; the critic and what it sees differ, and
+what a death means: a dead agent's team goes on. An agent's reward is the one its environment gives it.
 """
 
 from dataclasses import dataclass
@@ -114,6 +114,7 @@ class Agent(nn.Module):
         A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
         M = 1 if args.share_parameters else A  # networks
         obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
+        # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
         ids = AgentIds(A) if args.share_parameters else nn.Identity()
         activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
         self.actor = nn.Sequential(
@@ -137,14 +138,14 @@ class Agent(nn.Module):
 
     def logits(self, obs: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (R, A, K), illegal ones far below; obs (R, A, D), action_mask (R, A, K)."""
-        return self.actor(obs).masked_fill(~action_mask, -1e8)
+        return self.actor(obs).masked_fill(~action_mask, -1e8)  # detail ippo-3: illegal actions
 
     def normalized_value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """Values (R, A) as the critics predict them; state (R, S), obs (R, A, D), alive (R, A)."""
         state = state[:, None]  # (R, 1, S)
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs = state * alive[..., None], obs * alive[..., None]
-        return self.critic((state, obs)).squeeze(-1)
+        return self.critic((state, obs)).squeeze(-1)  # detail mappo-2: from the state and the own observation
 
     def value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """Values (R, A) in the unit of the returns."""
@@ -282,7 +283,7 @@ def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
     """
     log_probs = agent.logits(batch.obs, batch.action_mask).log_softmax(-1)
     log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
-    log_ratio = (log_prob - batch.log_prob) * batch.alive  # 0 for dead agents: their ratio cannot overflow
+    log_ratio = (log_prob - batch.log_prob) * batch.alive  # detail ippo-4: the dead add nothing; their ratio is 1
     ratio = log_ratio.exp()
     clipped_ratio = torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.min(batch.advantage * ratio, batch.advantage * clipped_ratio)
