@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make
+from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make, make_gymnasium
 from cleanmarl.envs.__main__ import bench, each_size, list_ids
 
 
@@ -279,6 +279,195 @@ def test_matrix_rounds_and_options():
     ]:
         with pytest.raises(EnvError, match=message):
             make(f"matrix/{name}", 1, **options)
+
+
+# what the environments say of rewards and deaths
+
+
+def pz_(name: str, **options):
+    return f"pz/{name}", {"num_workers": 0, **options}
+
+
+# id, options, environments, steps of each: enough to see rewards differ and agents die; team_reward, may_die
+SAID = [
+    *[("mpe/simple_v3", {}, 2, 30, True, False)],
+    *[("mpe/simple_speaker_listener_v4", {}, 2, 60, True, False)],
+    *[(f"mpe/simple_{name}_v3", {}, 8, 200, False, False) for name in ("adversary", "crypto", "push", "tag")],
+    *[(f"mpe/simple_{name}_v3", {}, 8, 200, False, False) for name in ("world_comm", "reference", "spread")],
+    *[(f"mpe/simple_{name}_v3", {"local_ratio": 0}, 8, 200, True, False) for name in ("reference", "spread")],
+    *[("mpe/simple_spread_v3", {"N": 1}, 8, 60, True, False)],
+    *[(*pz_("mpe2/simple_speaker_listener_v4"), 1, 60, True, False)],
+    *[(*pz_(f"mpe2/simple_{name}_v3"), 2, 200, False, False) for name in ("adversary", "crypto", "push", "tag")],
+    *[(*pz_(f"mpe2/simple_{name}_v3"), 4, 200, False, False) for name in ("world_comm", "reference", "spread")],
+    *[(*pz_(f"mpe2/simple_{name}_v3", local_ratio=0.0), 2, 60, True, False) for name in ("reference", "spread")],
+    *[("matrix/penalty-free", {}, 8, 60, True, False), ("matrix/climbing", {"max_cycles": 4}, 8, 60, True, False)],
+    *[(f"jumanji/{name}-v0", {}, 8, 150, True, False) for name in ("RobotWarehouse", "LevelBasedForaging", "Cleaner")],
+    *[("jumanji/Connector-v2", {}, 8, 150, True, False), ("pgx/KuhnPoker-v1", {}, 4, 60, False, False)],
+    pytest.param("lbf/Foraging-5x5-2p-1f-v3", {"num_workers": 0}, 8, 200, False, False, marks=needs("lbforaging")),
+    pytest.param("smaclite/3m", {"num_workers": 0}, 2, 150, True, True, marks=needs("smaclite")),
+    pytest.param("smax/3m", {}, 4, 150, True, True, marks=needs("jaxmarl")),
+    pytest.param(*pz_("butterfly/cooperative_pong_v6", pictures=True), 1, 150, True, False, marks=needs("pygame")),
+    pytest.param(*pz_("butterfly/pistonball_v6", pictures=True), 1, 60, True, False, marks=needs("pymunk")),
+    pytest.param(
+        *pz_("butterfly/knights_archers_zombies_v11", **KNIGHTS | {"num_workers": 0, "max_cycles": 300}),
+        *(2, 250, False, True),
+        marks=needs("pymunk"),
+    ),
+    pytest.param(*pz_("sisl/pursuit_v5", n_evaders=60), 1, 60, True, False, marks=needs("scipy")),
+    pytest.param(*pz_("sisl/pursuit_v5", n_evaders=60, shared_reward=False), 1, 60, False, False, marks=needs("scipy")),
+    pytest.param(*pz_("sisl/multiwalker_v9"), 2, 150, True, False, marks=needs("Box2D")),
+    pytest.param(*pz_("sisl/multiwalker_v9", shared_reward=False), 2, 150, False, False, marks=needs("Box2D")),
+    pytest.param(*pz_("sisl/multiwalker_v9", terminate_on_fall=False), 2, 200, True, True, marks=needs("Box2D")),
+]
+
+
+@pytest.mark.parametrize("env_id, options, N, steps, team_reward, may_die", SAID)
+def test_what_is_said_of_rewards_and_deaths_holds(env_id, options, N, steps, team_reward, may_die):
+    envs, record = play(env_id, N, steps, **options)
+    envs.close()
+    assert (envs.team_reward, envs.may_die) == (team_reward, may_die)
+    all_earn_the_same, somebody_died = True, False
+    for before, (_, _, reward, _, truncation, info) in itertools.pairwise(record):
+        alive = before[-1]["agent_mask"]
+        most, least = np.where(alive, reward, -np.inf).max(1), np.where(alive, reward, np.inf).min(1)
+        all_earn_the_same &= bool((most == least).all())
+        somebody_died |= not info["agent_mask"].all()
+        if not may_die and truncation.any():
+            assert info["final_agent_mask"][truncation].all()
+    assert (all_earn_the_same, somebody_died) == (team_reward, may_die)
+
+
+@needs("rware")
+def test_rware_says_whose_the_reward_is():
+    from rware.warehouse import RewardType
+
+    for reward_type in RewardType:
+        envs = make("rware/rware-tiny-2ag-v2", 1, num_workers=0, reward_type=reward_type)
+        assert (envs.team_reward, envs.may_die) == (reward_type == RewardType.GLOBAL, False)
+        envs.close()
+
+
+# what a script needs
+
+
+@pytest.mark.parametrize(
+    "env_id, needs, message",
+    [
+        (
+            "mpe/simple_spread_v3?continuous_actions=True",
+            {"discrete": True},
+            "mpe/simple_spread_v3 has continuous actions and this script needs discrete ones: "
+            "try a ..._continuous_action.py",
+        ),
+        (
+            "mpe/simple_spread_v3",
+            {"discrete": False},
+            "mpe/simple_spread_v3 has discrete actions and this script needs continuous ones: "
+            "try the script without _continuous_action, or continuous_actions=True in the id",
+        ),
+        (
+            "matrix/climbing",
+            {"discrete": False},
+            "matrix/climbing has discrete actions and this script needs continuous ones: "
+            "try the script without _continuous_action",
+        ),
+    ],
+)
+def test_actions_that_a_script_cannot_take(env_id, needs, message):
+    with pytest.raises(EnvError) as error:
+        make(env_id, 2, **needs)
+    assert str(error.value) == message
+    assert make(env_id, 2, discrete=not needs["discrete"]).num_envs == make(env_id, 2).num_envs == 2
+
+
+def test_pictures_are_no_option_of_an_id():
+    with pytest.raises(EnvError, match="pictures is no option of an environment"):
+        make("mpe/simple_spread_v3?pictures=True", 2)
+
+
+class Spaces(gym.Env):
+    """An environment of the spaces that are asked for."""
+
+    def __init__(self, observation_space, action_space=None, render_mode=None):
+        self.observation_space, self.action_space = observation_space, action_space or gym.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, True, False, {}
+
+
+gym.register("Spaces-v0", entry_point=Spaces)
+
+
+def test_observations_as_vectors():
+    """Vectors stay as they are, matrices are flattened, numbers become one-hot; then come the script's wrappers."""
+    for space, size in [
+        (gym.spaces.Box(0, 1, (3,)), 3),
+        (gym.spaces.Box(0, 1, (2, 3)), 6),
+        (gym.spaces.Box(0, 255, (2, 3), np.uint8), 6),
+        (gym.spaces.Discrete(4), 4),
+    ]:
+        seen = []
+        envs = make_gymnasium(
+            "Spaces-v0",
+            2,
+            discrete=True,
+            vectors=True,
+            wrappers=[lambda env, seen=seen: seen.append(env.observation_space.shape) or env],
+            observation_space=space,
+        )
+        obs, _ = envs.reset(seed=1)
+        assert obs.shape == (2, size) == envs.observation_space.shape and seen == [(size,)] * 2
+        if isinstance(space, gym.spaces.Discrete):
+            assert (obs.sum(1) == 1).all() and {*obs.ravel().tolist()} == {0, 1}
+    assert make_gymnasium("Spaces-v0", 2, observation_space=space).single_observation_space == space
+
+
+@pytest.mark.parametrize(
+    "needs, spaces, message",
+    [
+        (
+            {"vectors": True},
+            {"observation_space": gym.spaces.Box(0, 255, (84, 84, 3), np.uint8)},
+            "Spaces-v0 has pictures (84, 84, 3) and this script needs vectors: see ppo_atari.py, which has a CNN",
+        ),
+        (
+            {"vectors": True},
+            {"observation_space": gym.spaces.Tuple([gym.spaces.Discrete(2)])},
+            "this script needs Box or Discrete observations and Spaces-v0 has Tuple(Discrete(2))",
+        ),
+        (
+            {"discrete": True},
+            {"action_space": gym.spaces.Box(0, 1, (2,))},
+            "this script needs Discrete actions and Spaces-v0 has Box(0.0, 1.0, (2,), float32); "
+            "try a ..._continuous_action.py",
+        ),
+        (
+            {"discrete": True},
+            {"action_space": gym.spaces.Discrete(3, start=1)},
+            "this script needs actions counted from 0 and Spaces-v0 has Discrete(3, start=1)",
+        ),
+        (
+            {"discrete": False},
+            {"action_space": gym.spaces.Discrete(3)},
+            "this script needs Box actions and Spaces-v0 has Discrete(3); try the script without _continuous_action",
+        ),
+        (
+            {"discrete": False},
+            {"action_space": gym.spaces.Box(0, 1, (2, 3))},
+            "this script needs Box actions and Spaces-v0 has Box(0.0, 1.0, (2, 3), float32); "
+            "try the script without _continuous_action",
+        ),
+    ],
+)
+def test_spaces_that_a_script_cannot_take(needs, spaces, message):
+    options = {"observation_space": gym.spaces.Box(0, 1, (3,)), **spaces}
+    with pytest.raises(EnvError) as error:
+        make_gymnasium("Spaces-v0", 2, **needs, **options)
+    assert str(error.value) == message
+    assert make_gymnasium("Spaces-v0", 2, **options).num_envs == 2
 
 
 # jumanji: equal to envpool stepped by hand, whose own reset costs a step

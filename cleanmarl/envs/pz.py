@@ -122,6 +122,8 @@ def build(name: str, options: dict):
     if not re.fullmatch(r"\w[\w.]*/\w+", name):
         raise unknown_name(f"pz/{name}", known_names())
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    # cooperative_pong sees by drawing, and warns that nobody wants to see it
+    warnings.filterwarnings("ignore", ".*You are calling render method without specifying any render mode")
     if options.get("render_mode") != "human":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # images are drawn without a display, too
     try:
