@@ -1,0 +1,41 @@
+"""Fixtures that tests of many scripts share, and the list of what was skipped."""
+
+import re
+import sys
+from collections import Counter
+
+import optional
+import pytest
+import toys
+
+import cleanmarl.envs
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Makes toys.Toy an environment family like any other: `toy/each`, which is returned, and `toy/team`."""
+    monkeypatch.setitem(cleanmarl.envs.FAMILIES, "toy", "three agents of known rules")
+    monkeypatch.setitem(sys.modules, "cleanmarl.envs.toy", toys)
+    return "toy/each"
+
+
+@pytest.fixture
+def team(toy):
+    """The same; returns `toy/team`."""
+    return "toy/team"
+
+
+def why(report) -> str:
+    """Why a test was skipped; for a module that could not be imported, the line that installs it."""
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    missing = re.search(r"could not import '(\w+)", reason)
+    return optional.reason(missing[1]) if missing and missing[1] in optional.INSTALL else reason
+
+
+def pytest_terminal_summary(terminalreporter):
+    """At the end: how many tests were skipped, and for each reason the line that would enable them."""
+    reasons = Counter(map(why, terminalreporter.stats.get("skipped", [])))
+    if reasons:
+        terminalreporter.section(f"{reasons.total()} skipped")
+        for reason, number in sorted(reasons.items()):
+            terminalreporter.write_line(f"{number:4} {reason}")
