@@ -1,12 +1,12 @@
-"""Independent PPO (IPPO): every agent learns by PPO from its own observations, as if the others were a part of the world.
+"""Independent PPO (IPPO): every agent learns by PPO from what it observes, as if the others were a part of the world.
 
 Critics see no more than actors do: an agent's own observation. By default one actor and one critic serve all agents,
 who are told apart by a one-hot id; with --no-share-parameters every agent has its own, stacked, weight (A, in, out).
 Critics predict normalised returns (PopArt), with a Huber loss. An agent that dies has no more returns, unless its
 reward is the team's: then what the others earn after its death still counts for it.
 
-Paper: de Witt et al. 2020 (arXiv:2011.09533). Parent: ppo.py, plus the agent axis, masks and normalised values. Settings
-for each agent, schedules and warm-up are in ippo_per_agent.py.
+Paper: de Witt et al. 2020 (arXiv:2011.09533). Parent: ppo.py, plus the agent axis, masks and normalised values.
+Settings for each agent, schedules and warm-up are in ippo_per_agent.py.
 """
 
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class PopArt(RunningMeanStd):
 
     @torch.no_grad()
     def update(self, return_: torch.Tensor, weight: torch.Tensor, last_layer: StackedLinear) -> None:
-        """Take in return_ (R, A), where weight is 1.0, and adapt the critics' last layer so that values stay what they are."""
+        """Take in return_ (R, A) where weight is 1.0, and adapt the critics' last layer so that every value stays."""
         old_mean, old_std = self.mean.clone(), self.std
         super().update(return_[..., None], weight[..., None])
         last_layer.weight *= (old_std / self.std)[..., None]

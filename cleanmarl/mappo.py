@@ -5,8 +5,8 @@ actor and one critic serve all agents, who are told apart by a one-hot id; with 
 its own, stacked, weight (A, in, out). Critics predict normalised returns (PopArt), with a Huber loss. Death masking:
 the critic of a dead agent sees zeros (and the id), and what its team earns after its death still counts for it.
 
-Paper: Yu et al. 2021 (arXiv:2103.01955). Parent: ippo.py; the critic and what it sees differ, and
-what a death means: a dead agent's team goes on. An agent's reward is the one its environment gives it.
+Paper: Yu et al. 2021 (arXiv:2103.01955). Parent: ippo.py, but for the critic, what it sees, and what a death means. An
+agent's reward is the one its environment gives it.
 """
 
 from dataclasses import dataclass
