@@ -1,0 +1,194 @@
+"""layers.py: stacked networks against networks one by one, statistics against NumPy's, fast acting against torch."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+
+A, D, H, K = 3, 5, 8, 4
+
+
+@pytest.mark.parametrize("num_networks", [1, A])
+def test_a_stack_is_its_layers_one_by_one(num_networks):
+    layer, x = StackedLinear(num_networks, D, K).double(), torch.randn(7, A, D, dtype=torch.float64)
+    for a in range(A):
+        m = a % num_networks
+        expected = F.linear(x[:, a], layer.weight[m].T, layer.bias[m, 0])
+        torch.testing.assert_close(layer(x)[:, a], expected)
+
+
+@pytest.mark.parametrize("num_networks", [1, A])
+def test_parts_stand_for_their_concatenation(num_networks):
+    layer = StackedLinear(num_networks, 2 * D + 6, K).double()
+    state, obs, other = (torch.randn(7, n, size, dtype=torch.float64) for n, size in ((1, 6), (A, D), (A, D)))
+    joined = torch.cat([state.expand(-1, A, -1), obs, other], dim=-1)
+    torch.testing.assert_close(layer((state, obs, other)), layer(joined))
+    with pytest.raises(RuntimeError):
+        layer((state, obs))  # a part is missing
+
+
+def test_a_stack_starts_as_torch_layers_do():
+    torch.manual_seed(0)
+    weight = StackedLinear(50, 100, 40).weight
+    expected = nn.Linear(100, 2000).weight  # uniform in +-1 / sqrt(100)
+    assert weight.abs().max() <= 0.1 and abs(weight.std() / expected.std() - 1) < 0.01
+
+
+def test_the_networks_of_a_stack_learn_apart():
+    network = nn.Sequential(StackedLinear(A, D, H), nn.Tanh(), StackedLinear(A, H, 1))
+    network(torch.randn(7, A, D))[:, 1].sum().backward()
+    for p in network.parameters():
+        assert (p.grad[1] != 0).any() and (p.grad[[0, 2]] == 0).all()
+
+
+def test_ids_follow_what_an_agent_sees():
+    x, state = torch.randn(2, 7, A, D), torch.randn(7, 1, 6)
+    with_ids = AgentIds(A)(x)
+    assert with_ids.shape == (2, 7, A, D + A)
+    torch.testing.assert_close(with_ids[..., :D], x)
+    torch.testing.assert_close(with_ids[..., D:], torch.eye(A).expand(2, 7, A, A))
+    first, second = AgentIds(A)((state, x[0]))
+    assert first is state
+    torch.testing.assert_close(second, with_ids[0])
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([1, A]), st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None)
+def test_moments_are_those_of_all_samples_that_count(sizes, num_networks, seed):
+    rng = np.random.default_rng(seed)
+    stats, samples = RunningMeanStd(num_networks, D).double(), [[] for _ in range(num_networks)]
+    for size in sizes:
+        x, weight = rng.normal(3, 2, size=(size, A, D)), rng.random((size, A, 1)) < 0.7
+        stats.update(torch.from_numpy(x), torch.from_numpy(weight).double())
+        for a in range(A):
+            samples[a % num_networks].append(x[weight[:, a, 0], a])
+    for m, parts in enumerate(samples):
+        rows = np.concatenate(parts)
+        mean, var = (rows.mean(0), rows.var(0)) if len(rows) else (np.zeros(D), np.ones(D))
+        np.testing.assert_allclose(stats.mean[m], mean, atol=1e-9)
+        np.testing.assert_allclose(stats.var[m], var, atol=1e-9)
+        assert stats.count[m] == len(rows)
+
+
+def test_normalisation_is_undone_and_clipped():
+    stats, x = RunningMeanStd(A, D), torch.randn(50, A, D) * 5 + 2
+    stats.update(x)
+    torch.testing.assert_close(stats.denormalize(stats.normalize(x)), x, atol=1e-5, rtol=1e-5)
+    assert stats(x + 1000).max() == 10 and stats(x - 1000).min() == -10
+    assert stats(x).mean().abs() < 1e-5
+
+
+def test_each_network_is_clipped_by_its_own_norm():
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor = nn.Sequential(StackedLinear(A, D, H), nn.LayerNorm(H), StackedLinear(A, H, 1))
+            self.critic = nn.Sequential(StackedLinear(1, D, H), nn.Tanh(), StackedLinear(1, H, 1))
+            self.unused = nn.Linear(2, 2)  # has no gradient
+            self.log_std = nn.Parameter(torch.zeros(K))
+
+    torch.manual_seed(0)
+    agent, x = Agent(), torch.randn(9, A, D) * torch.tensor([1.0, 30.0, 300.0])[:, None]
+    (agent.actor(x).sum() + 0.01 * agent.critic(x).sum() + (agent.log_std * 5).sum()).backward()
+    before = {p: p.grad.clone() for p in agent.parameters() if p.grad is not None}
+    norms = clip_grad_norms_(agent, 2.0)
+
+    groups = [[(p, m) for layer in agent.actor[::2] for p in layer.parameters()] for m in range(A)]
+    groups += [[(p, slice(None)) for p in agent.actor[1].parameters()]]  # what the stacked networks share
+    groups += [[(p, slice(None)) for p in agent.critic.parameters()], [(agent.log_std, slice(None))]]
+    expected = []
+    for group in groups:
+        norm = torch.cat([before[p][m].flatten() for p, m in group]).norm()
+        expected.append(norm)
+        for p, m in group:
+            torch.testing.assert_close(p.grad[m], before[p][m] * min(1, 2.0 / (norm + 1e-6)))
+    assert min(expected) < 2 < max(expected)  # both cases are there
+    torch.testing.assert_close(norms["actor"], torch.stack(expected[: A + 1]).mean())
+    torch.testing.assert_close(norms["critic"], expected[A + 1])
+    torch.testing.assert_close(norms[""], expected[A + 2])
+    assert "unused" not in norms
+
+
+class LoudTanh(nn.Tanh):
+    """Looks like a layer that NumPy knows, and is not."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda module, args, out: out + 1)
+    return layer
+
+
+def patched(layer):
+    forward = layer.forward
+    layer.forward = lambda x: 3 * forward(x)
+    return layer
+
+
+KNOWN = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "identity": nn.Identity,
+    "linear": lambda: nn.Linear(H, H),
+    "no bias": lambda: nn.Linear(H, H, bias=False),
+    "shared": lambda: StackedLinear(1, H, H),
+    "stacked": lambda: StackedLinear(A, H, H),
+    "nested": lambda: nn.Sequential(nn.Linear(H, H), nn.Tanh()),
+    "statistics": lambda: RunningMeanStd(1, H),
+}
+UNKNOWN = {
+    "gelu": nn.GELU,
+    "norm": lambda: nn.LayerNorm(H),
+    "norm without parameters": lambda: nn.LayerNorm(H, elementwise_affine=False),
+    "subclass": LoudTanh,
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(H, H)),
+    "hook": lambda: hooked(nn.Linear(H, H)),
+    "patched": lambda: patched(nn.Tanh()),
+    "dropout": lambda: nn.Dropout().eval(),
+}
+
+
+@given(st.lists(st.sampled_from([*KNOWN, *UNKNOWN]), max_size=4), st.integers(0, 2**31))
+@settings(max_examples=150, deadline=None)
+def test_acting_in_numpy_is_acting_in_torch(names, seed):
+    torch.manual_seed(seed)
+    layers = [(KNOWN | UNKNOWN)[name]() for name in names]
+    network = nn.Sequential(AgentIds(A), StackedLinear(A, D + A, H), *layers, StackedLinear(1, H, K))
+    for stats in (m for m in network.modules() if isinstance(m, RunningMeanStd)):
+        stats.update(torch.randn(20, A, H) * 3 + 1)
+    x = np.random.default_rng(seed).normal(size=(6, A, D)).astype(np.float32)
+    with torch.no_grad():
+        expected = network(torch.from_numpy(x)).numpy()
+    out = as_numpy(network)(x)
+    assert out.dtype == np.float32 and out.shape == expected.shape
+    np.testing.assert_allclose(out, expected, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_layers_are_not_run_by_torch(name, monkeypatch):
+    network = nn.Sequential(KNOWN[name]())
+    act = as_numpy(network)
+    monkeypatch.setattr(nn.Module, "__call__", None)
+    assert act(np.ones((2, A, H), np.float32)).shape == (2, A, H)
+
+
+def test_an_unknown_module_acts_by_torch_on_its_own():
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru = nn.GRUCell(D, D)
+
+        def forward(self, x):
+            return self.gru(x).relu()
+
+    network, x = Network(), np.ones((2, D), np.float32)
+    out = as_numpy(network)(x)
+    assert isinstance(out, np.ndarray)
+    np.testing.assert_allclose(out, network(torch.from_numpy(x)).detach().numpy())
