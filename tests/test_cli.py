@@ -1,0 +1,92 @@
+"""cli.py: declared ranges hold for every number of a dataclass, with one line that says what is allowed."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import torch
+from annotated_types import Ge, Gt, Interval, Le, Lt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleanmarl.cli import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RunArgs,
+    UnitFloat,
+    UsageError,
+    check_range,
+    set_up,
+)
+
+
+@dataclass
+class Args(RunArgs):
+    eval_episodes: int = 100
+    num_envs: PositiveInt = 4
+    gamma: tuple[UnitFloat, ...] = (0.99,)
+    target_kl: PositiveFloat | None = None
+    polyak: Annotated[float, Interval(gt=0, le=1)] = 0.01
+    inner_clip_coef: Annotated[float, Interval(ge=0, le=math.inf)] = 0.1
+    bias: float = -3.0
+
+
+@pytest.mark.parametrize(
+    "wish, line",
+    [
+        ({"num_envs": 0}, "--num-envs must be greater than 0, not 0"),
+        ({"gamma": (0.9, 1.5)}, "--gamma must be in [0, 1], not 1.5"),
+        ({"gamma": (math.nan,)}, "--gamma must be in [0, 1], not nan"),
+        ({"target_kl": 0.0}, "--target-kl must be greater than 0, not 0.0"),
+        ({"target_kl": math.inf}, "--target-kl must be finite, not inf"),
+        ({"polyak": 0.0}, "--polyak must be in (0, 1], not 0.0"),
+        ({"inner_clip_coef": -0.1}, "--inner-clip-coef must be in [0, inf], not -0.1"),
+        ({"bias": -math.inf}, "--bias must be finite, not -inf"),
+        ({"bias": math.nan}, "--bias must be finite, not nan"),
+        ({"eval_episodes": -1}, "--eval-episodes must be at least 0, not -1"),  # RunArgs has the range
+        ({"seed": 2**32}, "--seed must be in [0, 4294967296), not 4294967296"),
+        ({"torch_threads": 0}, "--torch-threads must be greater than 0, not 0"),
+    ],
+)
+def test_a_number_outside_its_range_is_one_line(wish, line):
+    with pytest.raises(UsageError) as error:
+        Args(**wish)
+    assert str(error.value) == line
+
+
+def test_the_ends_of_ranges_are_as_declared():
+    args = Args(num_envs=1, gamma=(0.0, 1.0), polyak=1.0, inner_clip_coef=math.inf, eval_episodes=0, seed=2**32 - 1)
+    assert args.gamma == (0.0, 1.0) and args.target_kl is None and args.eval_episodes == 0
+
+
+BOUNDS = {Gt: lambda x, b: x > b, Ge: lambda x, b: x >= b, Lt: lambda x, b: x < b, Le: lambda x, b: x <= b}
+
+
+@given(st.sampled_from([Gt, Ge]), st.sampled_from([Lt, Le]), st.integers(-3, 3), st.integers(-3, 3), st.integers(-4, 4))
+def test_ranges_are_their_comparisons(left, right, low, high, value):
+    allowed = BOUNDS[left](value, low) and BOUNDS[right](value, high)
+    try:
+        check_range("--x", value, Annotated[float, left(low), right(high)])
+        assert allowed
+    except UsageError:
+        assert not allowed
+
+
+@pytest.mark.parametrize("hint", [NonNegativeInt, NonNegativeFloat])
+def test_zero_is_not_negative(hint):
+    check_range("--x", 0, hint)
+    with pytest.raises(UsageError):
+        check_range("--x", -1, hint)
+
+
+def test_set_up_makes_runs_repeat():
+    draws = []
+    for _ in range(2):
+        assert set_up(Args(seed=3)) == torch.device("cpu")
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws) and torch.get_num_threads() == 1
+    with pytest.raises(UsageError, match=r"^--device nothing is not there .*--device cpu always is$"):
+        set_up(Args(device="nothing"))
