@@ -11,6 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -80,13 +81,13 @@ parallel_env = Toy
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """`pz/toys/toy`, found through sys.path, in this process and in the workers."""
-    (tmp_path / "toys").mkdir()
-    (tmp_path / "toys" / "__init__.py").touch()
-    (tmp_path / "toys" / "toy.py").write_text(TOY)
+    """`pz/pz_toys/toy`, found through sys.path, in this process and in the workers."""
+    (tmp_path / "pz_toys").mkdir()
+    (tmp_path / "pz_toys" / "__init__.py").touch()
+    (tmp_path / "pz_toys" / "toy.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
-    yield "pz/toys/toy"
-    for name in ("toys", "toys.toy"):
+    yield "pz/pz_toys/toy"
+    for name in ("pz_toys", "pz_toys.toy"):
         sys.modules.pop(name, None)
 
 
@@ -193,13 +194,13 @@ def test_unlike_agents_equal_mpe2(name, continuous):
 
 def test_agent_by_agent_environments_are_converted(toy):
     """A module that has only PettingZoo's AEC environment plays as the parallel one does, deaths included."""
-    toys = Path(importlib.import_module("toys").__file__).parent
+    toys = Path(importlib.import_module("pz_toys").__file__).parent
     for package, name, options in [
         ("mpe2", "simple_spread_v3", {"max_cycles": 6}),
         ("pettingzoo.butterfly", "knights_archers_zombies_v11", {"spawn_delay": 5, "line_death": True}),
     ]:
         (toys / f"only_{name}.py").write_text(f"from {package}.{name} import env")
-        converted = play(f"pz/toys/only_{name}", 2, 60, num_workers=1, **options)
+        converted = play(f"pz/pz_toys/only_{name}", 2, 60, num_workers=1, **options)
         assert by_hand(f"{package}.{name}", 2, converted, **options) >= 2 * (package == "mpe2")
     assert not np.all([row[-1]["agent_mask"] for row in converted])
 
@@ -276,6 +277,177 @@ def test_masks_padding_and_death(toy, num_workers, keep_dead):
     assert info["episode"]["r"].tolist() == [[2, 10, 12]] and info["episode"]["l"].tolist() == [5]
     assert info["agent_mask"].all() and obs[0, 0].tolist() == [0, -1, 0, 0, 0, 0]
     envs.close()
+
+
+PICTURES = '''
+"""Two agents with cameras, of which the second dies on schedule; every pixel tells step, row, column and colour."""
+import numpy as np
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
+
+class Cameras(ParallelEnv):
+    metadata = {"name": "cameras", "team_reward": True, "may_die": True}
+    possible_agents = ["left", "right"]
+
+    def __init__(self, deaths=2, shapes=((2, 3, 3), (2, 3, 3)), dtype=np.uint8, state=None, masked=False):
+        self.shapes = dict(zip(self.possible_agents, shapes))
+        self.deaths, self.dtype, self.masked = deaths, dtype, masked
+        if state == "picture":
+            self.state = lambda: np.full((4, 5, 3), 100 + self.t, np.uint8)
+        elif state == "vector":
+            self.state = lambda: np.array([self.t, 0.5])
+
+    def observation_space(self, agent):
+        picture = spaces.Box(0, 255, self.shapes[agent], self.dtype)
+        return spaces.Dict({"observation": picture, "action_mask": spaces.MultiBinary(2)}) if self.masked else picture
+
+    def action_space(self, agent):
+        return spaces.Discrete(2)
+
+    def observe(self):
+        obs = {}
+        for a, agent in enumerate(self.agents):
+            picture = 100 * a + 20 * self.t + np.arange(np.prod(self.shapes[agent])).reshape(self.shapes[agent])
+            picture = picture.astype(self.dtype)
+            obs[agent] = {"observation": picture, "action_mask": np.array([0, 1])} if self.masked else picture
+        return obs, {}
+
+    def reset(self, seed=None, options=None):
+        self.t, self.agents = 0, list(self.possible_agents)
+        return self.observe()
+
+    def step(self, actions):
+        self.t += 1
+        agents = self.agents
+        obs, info = self.observe()
+        term = {agent: agent == "right" and self.t == self.deaths for agent in agents}
+        trunc = dict.fromkeys(agents, self.t == 3)
+        self.agents = [agent for agent in agents if not (term[agent] or trunc[agent])]
+        return obs, dict.fromkeys(agents, 1.0), term, trunc, info
+
+parallel_env = Cameras
+'''
+
+
+@pytest.fixture
+def cameras(toy):
+    Path(importlib.import_module("pz_toys").__file__).with_name("cameras.py").write_text(PICTURES)
+    importlib.invalidate_caches()
+    yield "pz/pz_toys/cameras"
+    sys.modules.pop("pz_toys.cameras", None)
+
+
+def picture(a: int, t: int) -> list:
+    return (100 * a + 20 * t + np.arange(18).reshape(2, 3, 3)).tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_pictures_keep_shape_and_type(cameras, num_workers, masked):
+    envs = make(cameras, 2, pictures=True, num_workers=num_workers, masked=masked)
+    space = envs.single_observation_space
+    assert space.shape == (2, 2, 3, 3) and space.dtype == np.uint8 and (space.low.min(), space.high.max()) == (0, 255)
+    assert envs.observation_space.shape == (2, 2, 2, 3, 3) and envs.obs_sizes.tolist() == [18, 18]
+    assert envs.single_state_space.shape == (2, 3, 6) and envs.state_size == 36  # it has no state()
+    obs, info = envs.reset(seed=1)
+    blank = np.zeros((2, 3, 3), int).tolist()
+    for t in range(3):
+        seen = [picture(0, t), picture(1, t) if t < 2 else blank]  # the second agent is dead
+        assert obs.dtype == info["state"].dtype == np.uint8
+        assert obs.tolist() == [seen] * 2
+        np.testing.assert_array_equal(info["state"], np.concatenate([obs[:, 0], obs[:, 1]], axis=-1))
+        assert info["agent_mask"].tolist() == [[True, t < 2]] * 2
+        assert info["action_mask"][:, 0].tolist() == [[not masked, True]] * 2
+        obs, _, _, truncation, info = envs.step(np.array([[1, 1 - t // 2]] * 2))
+    assert truncation.all() and info["final_obs"].dtype == np.uint8
+    assert info["final_obs"].tolist() == [[picture(0, 3), blank]] * 2
+    assert info["final_state"].shape == (2, 2, 3, 6) and info["final_state"][1, ..., :3].tolist() == picture(0, 3)
+    assert obs.tolist() == [[picture(0, 0), picture(1, 0)]] * 2
+    envs.close()
+
+
+def test_states_of_environments_with_pictures(cameras):
+    """A state that is a picture stays one; a vector is float32, as everywhere."""
+    envs = make(cameras, 1, pictures=True, num_workers=0, state="picture")
+    assert envs.single_state_space == gym.spaces.Box(0, 255, (4, 5, 3), np.uint8) and envs.state_size == 60
+    envs.reset(seed=1)
+    state = envs.step(np.zeros((1, 2), int))[-1]["state"]
+    assert state.shape == (1, 4, 5, 3) and state.dtype == np.uint8 and (state == 101).all()
+    envs = make(cameras, 1, pictures=True, num_workers=0, state="vector")
+    state = envs.reset(seed=1)[1]["state"]
+    assert envs.single_state_space.shape == (2,) and state.dtype == np.float32 and state.tolist() == [[0, 0.5]]
+
+
+def test_what_is_no_picture_is_a_vector(cameras):
+    """Numbers that are no bytes, and matrices; pictures are wanted, so vectors are welcome too."""
+    for options, size in [({"dtype": np.float32}, 18), ({"shapes": ((2, 3), (4, 5))}, 20)]:
+        for wish in ({}, {"pictures": True}):
+            envs = make(cameras, 1, num_workers=0, **wish, **options)
+            obs, info = envs.reset(seed=1)
+            assert obs.shape == (1, 2, size) and obs.dtype == info["state"].dtype == np.float32
+            assert info["state"].shape == (1, 2 * size) == (1, *envs.single_state_space.shape)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_pictures_that_a_script_cannot_take(cameras, num_workers):
+    line = rf"{cameras} has pictures \(2, 3, 3\) and this script needs vectors: see .*Pictures for many agents"
+    with pytest.raises(EnvError, match=line):
+        make(cameras, 1, num_workers=num_workers)
+    for first, seen in [((2, 3, 3), "(2, 3, 3), (4, 4, 3)"), ((2, 3), "no picture, (4, 4, 3)")]:
+        with pytest.raises(EnvError) as error:
+            make(cameras, 1, num_workers=num_workers, pictures=True, shapes=(first, (4, 4, 3)))
+        assert f"all agents need pictures of one shape, or none, not {seen}" in str(error.value)
+
+
+def test_cooperative_pong_equals_pettingzoo():
+    """Every picture, state and reward of the game that renders: the other one shows nothing but black."""
+    name, options = "butterfly/cooperative_pong_v6", {"max_cycles": 60}
+    envs = make(f"pz/{name}", 2, discrete=True, pictures=True, num_workers=2, **options)
+    assert envs.single_observation_space.shape == (2, 280, 480, 3) and envs.single_state_space.shape == (280, 480, 3)
+    assert envs.team_reward and not envs.may_die
+    seeds, module = env_seeds(3, 2), importlib.import_module(f"pettingzoo.{name.replace('/', '.')}")
+    originals = [module.parallel_env(render_mode="rgb_array", **options) for _ in seeds]
+    rngs, ends, obs_and_info = [np.random.default_rng(seed) for seed in seeds], 0, envs.reset(seed=3)
+    want = [env.reset(seed=seed)[0] for env, seed in zip(originals, seeds)]
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        obs, info = obs_and_info
+        for n, env in enumerate(originals):
+            np.testing.assert_array_equal(obs[n], np.stack([want[n][agent] for agent in env.possible_agents]))
+            np.testing.assert_array_equal(info["state"][n], env.state())
+        action = rng.integers(3, size=(2, 2))
+        obs, reward, termination, truncation, info = envs.step(action)
+        obs_and_info = obs, info
+        for n, env in enumerate(originals):
+            want[n], rewards, term, trunc, _ = env.step(dict(zip(env.possible_agents, action[n])))
+            assert reward[n].tolist() == [np.float32(rewards[agent]) for agent in env.possible_agents]
+            assert termination[n] == term["paddle_0"] and truncation[n] == (trunc["paddle_0"] and not termination[n])
+            if not env.agents:
+                ends += 1
+                last = np.stack([want[n][agent] for agent in env.possible_agents])
+                np.testing.assert_array_equal(info["final_obs"][n], last)
+                np.testing.assert_array_equal(info["final_state"][n], env.state())
+                want[n] = env.reset(seed=int(rngs[n].integers(2**31)))[0]
+        assert (obs.reshape(4, -1) > 0).any(-1).all()  # paddles and ball
+    assert ends > 2
+    envs.close()
+
+
+def test_what_is_known_of_reward_and_death(cameras, toy):
+    """The options go before what an environment says of itself, and where nothing is known nothing good is assumed."""
+    for env_id, options, expected in [
+        (toy, {}, (False, True)),
+        (f"{toy}?team_reward=True", {}, (True, True)),
+        (toy, {"team_reward": True, "may_die": False}, (True, False)),
+        (cameras, {}, (True, True)),
+        (f"{cameras}?team_reward=false&may_die=false", {}, (False, False)),
+        ("pz/mpe2/simple_spread_v3?may_die=True", {}, (False, True)),
+    ]:
+        envs = make(env_id, 1, pictures=True, num_workers=0, **options)
+        assert (envs.team_reward, envs.may_die) == expected
+        envs.close()
+    with pytest.raises(EnvError, match="team_reward must be True or False, not 'yes'"):
+        make(f"{toy}?team_reward=yes", 1)
 
 
 def test_an_agent_that_dies_at_the_time_limit_is_not_among_the_living(toy):
@@ -377,7 +549,7 @@ def test_worker_that_raises_or_exits(toy):
         envs.step(info["action_mask"].argmax(-1))
     for text in (f"worker 0 (pid {running[0]}, environments 0 to 0)", "Traceback", "ZeroDivisionError: the toy broke"):
         assert text in str(caught.value)
-    assert "in environment 0 of pz/toys/toy" in str(caught.value) and all(map(gone, running))
+    assert "in environment 0 of pz/pz_toys/toy" in str(caught.value) and all(map(gone, running))
 
     envs = make(toy, 2, num_workers=2, exit_at=1)
     _, info = envs.reset()

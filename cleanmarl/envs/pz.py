@@ -47,6 +47,7 @@ INSTALL = {
     "butterfly": "python bootstrap.py multiagent",
     "sisl": "python bootstrap.py multiagent",
 }
+BLIND = ("butterfly/cooperative_pong_v6",)  # agents see nothing but black unless it renders (PettingZoo 1.27)
 RULES = {  # options -> (team_reward, may_die), of environments that do not say it themselves
     "butterfly/cooperative_pong_v6": lambda options: (True, False),
     "butterfly/pistonball_v6": lambda options: (True, False),
@@ -122,8 +123,8 @@ def build(name: str, options: dict):
     if not re.fullmatch(r"\w[\w.]*/\w+", name):
         raise unknown_name(f"pz/{name}", known_names())
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-    # cooperative_pong sees by drawing, and warns that nobody wants to see it
-    warnings.filterwarnings("ignore", ".*You are calling render method without specifying any render mode")
+    if name in BLIND and options.get("render_mode") is None:
+        options = {**options, "render_mode": "rgb_array"}
     if options.get("render_mode") != "human":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # images are drawn without a display, too
     try:
