@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make, make_gymnasium
-from cleanmarl.envs.__main__ import bench, each_size, list_ids
+from cleanmarl.envs.__main__ import bench, describe, each_size, list_ids
 
 
 def needs(package: str):
@@ -299,6 +299,7 @@ SAID = [
     *[(*pz_("mpe2/simple_speaker_listener_v4"), 1, 60, True, False)],
     *[(*pz_(f"mpe2/simple_{name}_v3"), 2, 200, False, False) for name in ("adversary", "crypto", "push", "tag")],
     *[(*pz_(f"mpe2/simple_{name}_v3"), 4, 200, False, False) for name in ("world_comm", "reference", "spread")],
+    (*pz_("mpe2/collect_treasure_v1"), 1, 60, False, False),
     *[(*pz_(f"mpe2/simple_{name}_v3", local_ratio=0.0), 2, 60, True, False) for name in ("reference", "spread")],
     *[("matrix/penalty-free", {}, 8, 60, True, False), ("matrix/climbing", {"max_cycles": 4}, 8, 60, True, False)],
     *[(f"jumanji/{name}-v0", {}, 8, 150, True, False) for name in ("RobotWarehouse", "LevelBasedForaging", "Cleaner")],
@@ -380,9 +381,18 @@ def test_actions_that_a_script_cannot_take(env_id, needs, message):
     assert make(env_id, 2, discrete=not needs["discrete"]).num_envs == make(env_id, 2).num_envs == 2
 
 
-def test_pictures_are_no_option_of_an_id():
-    with pytest.raises(EnvError, match="pictures is no option of an environment"):
-        make("mpe/simple_spread_v3?pictures=True", 2)
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("pictures=True", "pictures is no option of an environment"),
+        ("num_envs=2", "num_envs is no option of an environment"),
+        ("N=3&N=4", "an option can be given once"),
+        ("N", "the options of an id are name=value, joined by &"),
+    ],
+)
+def test_options_that_an_id_cannot_have(options, message):
+    with pytest.raises(EnvError, match=message):
+        make(f"mpe/simple_spread_v3?{options}", 2)
 
 
 class Spaces(gym.Env):
@@ -738,6 +748,14 @@ def test_list(capsys):
     assert rows["jumanji/Connector-v2"] == ["10", "601", "5", "341", "yes", "envpool"] and len(rows) == 4
     list_ids("mpe")
     assert "mpe/simple_speaker_listener_v4                    2  3 11                 3 5" in capsys.readouterr().out
+
+
+@needs("pygame")
+def test_list_has_the_shape_of_pictures():
+    from cleanmarl.envs import pz
+
+    row = describe("pz/butterfly/cooperative_pong_v6", pz).split()
+    assert row[1:] == ["2", "280x480x3", "3", "280x480x3", "no", "workers"]
 
 
 def test_list_names_what_is_missing(capsys, monkeypatch):

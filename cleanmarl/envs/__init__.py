@@ -219,7 +219,10 @@ def split_options(env_id: str) -> tuple[str, dict[str, Any]]:
         pairs = urllib.parse.parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:
         raise EnvError(f"{env_id}: the options of an id are name=value, joined by &") from None
-    return name, {key: _literal(value) for key, value in pairs}
+    options = {key: _literal(value) for key, value in pairs}
+    if len(options) < len(pairs):
+        raise EnvError(f"{env_id}: an option can be given once")
+    return name, options
 
 
 def _literal(text: str) -> Any:

@@ -1,8 +1,9 @@
 """What there is and how fast: `python -m cleanmarl.envs list [family]`, `python -m cleanmarl.envs bench family/name`.
 
 `list` prints every id with its number of agents and its sizes: observation, actions (how many, or "floats: 2") and
-state; where agents differ, each of their sizes. `masks` says whether some actions are illegal at the first step. Of
-large families the list of all families has the ids that papers report. Ids that cannot be built say why.
+state; where agents differ, each of their sizes; of pictures height x width x colours. `masks` says whether some actions
+are illegal at the first step. Of large families the list of all families has the ids that papers report. Ids that
+cannot be built say why.
 
 `bench` plays random legal actions and prints environment steps per second, resets included and sampling excluded:
 of N environments, and of the original package stepped directly, one environment in one process. What runs in this
@@ -60,7 +61,7 @@ def describe(env_id: str, module) -> str:
     options = {"num_workers": 0} if "num_workers" in inspect.signature(module.make).parameters else {}
     try:
         with warnings.catch_warnings(action="ignore"):
-            envs = make(env_id, 1, **options)
+            envs = make(env_id, 1, pictures=True, **options)
             mask = envs.reset(seed=1)[1]["action_mask"]
             envs.close()
     except Exception as error:  # of whatever package
@@ -69,9 +70,9 @@ def describe(env_id: str, module) -> str:
     masked = "yes" if (mask != envs.real_actions).any() else "no"
     backend = BACKENDS.get(env_id.partition("/")[0], "workers")
     actions = "floats: " * envs.continuous + each_size(envs.action_sizes)
-    return ROW.format(
-        env_id, envs.num_agents, each_size(envs.obs_sizes), actions, envs.state_size, masked, backend
-    ).rstrip()
+    shape, state = envs.single_observation_space.shape[1:], envs.single_state_space.shape
+    obs = each_size(envs.obs_sizes) if len(shape) == 1 else "x".join(map(str, shape))
+    return ROW.format(env_id, envs.num_agents, obs, actions, "x".join(map(str, state)), masked, backend).rstrip()
 
 
 def each_size(sizes: np.ndarray) -> str:
@@ -85,7 +86,7 @@ def each_size(sizes: np.ndarray) -> str:
 
 def bench(env_id: str, seconds: float = 1.0) -> None:
     """Print steps per second of `env_id` for several N, each measured for `seconds` of stepping."""
-    make(env_id).close()  # for its errors
+    make(env_id, pictures=True).close()  # for its errors
     plain_id, options = split_options(env_id)
     family, _, name = plain_id.partition("/")
     in_process = BACKENDS.get(family, "workers") != "workers" or options.get("num_workers") == 0
@@ -97,7 +98,7 @@ def bench(env_id: str, seconds: float = 1.0) -> None:
     print(f"{env_id}, environment steps per {'CPU-second' if in_process else 'second'}")
     print(f"{'original':>8} {alone:>12,.0f}" if alone else "there is no original package to compare with")
     for num_envs in sizes:
-        envs = make(env_id, num_envs)
+        envs = make(env_id, num_envs, pictures=True)
         rate = steps_per_second(our_steps(envs, clock), num_envs, seconds)
         print(f"{'N = ' + str(num_envs):>8} {rate:>12,.0f}" + (f" {rate / alone:>8.1f}x" if alone else ""), flush=True)
         envs.close()

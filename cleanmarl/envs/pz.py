@@ -56,15 +56,11 @@ RULES = {  # options -> (team_reward, may_die), of environments that do not say 
         not options.get("terminate_on_fall", True),
     ),
     "sisl/pursuit_v5": lambda options: (bool(options.get("shared_reward", True)), False),
+    "mpe2": lambda options: (False, False),  # all others of this package
     "mpe2/simple_v3": lambda options: (True, False),
-    "mpe2/simple_adversary_v3": lambda options: (False, False),
-    "mpe2/simple_crypto_v3": lambda options: (False, False),
-    "mpe2/simple_push_v3": lambda options: (False, False),
     "mpe2/simple_reference_v3": lambda options: (options.get("local_ratio", 0.5) == 0, False),
     "mpe2/simple_speaker_listener_v4": lambda options: (True, False),
     "mpe2/simple_spread_v3": lambda options: (options.get("local_ratio", 0.5) == 0, False),
-    "mpe2/simple_tag_v3": lambda options: (False, False),
-    "mpe2/simple_world_comm_v3": lambda options: (False, False),
 }
 
 
@@ -98,7 +94,8 @@ def make(
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise EnvError(f"pz/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
-    known = dict(zip(("team_reward", "may_die"), RULES.get(name, lambda options: ())(options)))
+    rules = RULES.get(name) or RULES.get(name.partition("/")[0])
+    known = dict(zip(("team_reward", "may_die"), rules(options))) if rules else {}
     known |= {key: env.metadata[key] for key in ("team_reward", "may_die") if key in getattr(env, "metadata", {})}
     envs = PettingZooVectorEnv(name, env, layout, num_envs, min(num_workers, num_envs), options)
     envs.team_reward = known.get("team_reward", False) if team_reward is None else team_reward
