@@ -7,87 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import Quiet, double, make_rollout
 
-import cleanmarl.envs
 from cleanmarl import enjoy, mappo
-from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
-from cleanmarl.run import evaluate, load_checkpoint
+from cleanmarl.cli import launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import AgentIds, StackedLinear
+from cleanmarl.run import load_checkpoint
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
-
-
-class Toy(MultiAgentVectorEnv):
-    """Three agents with different spaces, episodes of 6 steps (terminated in even environments, truncated in odd ones).
-
-    Agent 1 dies after its third step, agent 2 with its last; the parity of the clock forbids agent 2's action 0 or 1.
-    Observations are the clock plus the agent's index, the state is the clock and its square. The living earn the clock.
-    """
-
-    def __init__(self, num_envs):
-        self._set_spaces(num_envs, ("a", "b", "c"), [2, 3, 1], [2, 4, 3], 2)
-        self.statistics = EpisodeStatistics(num_envs, 3)
-
-    def _look(self):
-        obs = np.zeros((self.num_envs, 3, 3), np.float32)
-        for i, size in enumerate(self.obs_sizes):
-            obs[:, i, :size] = self.clock + i
-        mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
-        mask[:, 2, self.clock % 2] = False
-        alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < 6
-        obs[~alive] = 0
-        state = np.tile(np.array([self.clock, self.clock**2], np.float32), (self.num_envs, 1))
-        return obs, {"state": state, "action_mask": mask, "agent_mask": alive}
-
-    def reset(self, *, seed=None, options=None):
-        self.clock = 0
-        return self._look()
-
-    def step(self, action):
-        _, before = self._look()
-        legal = np.take_along_axis(before["action_mask"], action[..., None], -1)[..., 0]
-        assert legal[before["agent_mask"]].all(), "an illegal action"
-        self.clock += 1
-        reward = np.float32(self.clock * before["agent_mask"])
-        ended = np.full(self.num_envs, self.clock == 6)
-        odd = np.arange(self.num_envs) % 2 == 1
-        self.statistics.add(reward)
-        final, final_info = self._look()
-        if ended.any():
-            self.clock = 0
-        obs, info = self._look()
-        if ended.any():
-            info["final_obs"], info["_final_obs"], info["final_state"] = final, ended, final_info["state"]
-            info["final_agent_mask"] = final_info["agent_mask"]
-            self.statistics.end(ended, info)
-        return obs, reward, ended & ~odd, ended & odd, info
-
-
-@pytest.fixture
-def toy(monkeypatch):
-    """`toy` as an environment family."""
-    monkeypatch.setattr(
-        mappo,
-        "make",
-        lambda env_id, num_envs, **o: Toy(num_envs) if env_id == "toy" else cleanmarl.envs.make(env_id, num_envs, **o),
-    )
-    return "toy"
-
-
-class Quiet:
-    step = 0
-
-    def log_episodes(self, info):
-        pass
-
-
-def make_rollout(args, envs):
-    T, N, S = args.num_steps, args.num_envs, envs.state_size
-    (A, D), K = envs.single_observation_space.shape, envs.real_actions.shape[1]
-    seen = np.zeros((T, N, A, D), np.float32), np.zeros((T, N, S), np.float32)
-    masks = np.zeros((T, N, A, K), bool), np.zeros((T, N, A), bool)
-    rest = np.zeros((T, N, A), np.int64), np.zeros((T, N, A), np.float32), np.zeros((T, N, A), bool)
-    return mappo.Rollout(*seen, *masks, *rest)
 
 
 def collected(args, scale=100):
@@ -97,14 +25,27 @@ def collected(args, scale=100):
     agent = mappo.Agent(envs, args)
     with torch.no_grad():
         agent.actor[-1].weight *= scale
-    rollout = make_rollout(args, envs)
+    rollout = make_rollout(mappo, args, envs)
     now = mappo.collect(agent, envs, envs.reset(seed=1), rollout, args, Quiet())
     return agent, rollout, mappo.estimate(agent, rollout, *now, args)
 
 
-def optimizer_for(agent, *lrs, **kwargs):
-    networks = zip((agent.actor, agent.critic), lrs)
-    return torch.optim.Adam([{"params": [mappo.stack_parameters(n)], "lr": lr} for n, lr in networks], **kwargs)
+def optimizer_for(agent, learning_rate, critic_learning_rate, **kwargs):
+    groups = [{"params": agent.actor.parameters(), "lr": learning_rate}]
+    groups += [{"params": agent.critic.parameters(), "lr": critic_learning_rate}]
+    return torch.optim.Adam(groups, **kwargs)
+
+
+def seen_by_critics(agent, batch):
+    """What the critics' first layer multiplies, written out: the state beside each agent's observation, 0 for the dead."""
+    alive = batch.alive[..., None]
+    seen = torch.cat([batch.state[:, None] * alive, batch.obs * alive], dim=-1)  # (R, A, S + D)
+    ids = [m for m in agent.critic if isinstance(m, AgentIds)]
+    return torch.cat([seen, torch.eye(3).expand(len(seen), 3, 3)], dim=-1) if ids else seen
+
+
+def layers(network):
+    return [m for m in network if isinstance(m, StackedLinear)]
 
 
 @given(st.integers(1, 12), st.floats(0, 0.5), st.integers(0, 2**32 - 1))
@@ -127,128 +68,113 @@ def test_gae_is_its_definition(T, p_done, seed):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_last_step_bootstraps_from_the_state_after_the_rollout(shared, toy):
+def test_the_last_step_bootstraps_from_the_state_after_the_rollout(shared, team):
     """With lambda 0 the return of the last step is r + gamma V(next state and observation)."""
-    args = mappo.Args(env_id=toy, **SMALL, share_parameters=shared, gamma=0.9, gae_lambda=0.0, normalize_value=False)
+    args = mappo.Args(env_id=team, **SMALL, share_parameters=shared, gamma=0.9, gae_lambda=0.0, normalize_value=False)
     _, rollout, batch = collected(args)
     torch.manual_seed(0)
     fresh = mappo.Agent(mappo.make_envs(args, 4), args)  # the critic of the rollout
-    obs = np.array([[[2, 2, 0], [3, 3, 3], [4, 0, 0]]], np.float32)  # after 50 steps the clock is at 2
-    seen = fresh.critic_input(np.array([[2, 4]], np.float32), obs, np.ones((1, 3), bool))
-    expected = rollout.reward[-1] + 0.9 * fresh.value(*seen).detach().numpy()
+    obs = torch.tensor([[[2.0, 2, 0], [3, 3, 3], [4, 0, 0]]])  # after 50 steps the clock is at 2
+    expected = rollout.reward[-1] + 0.9 * fresh.value(torch.tensor([[2.0, 4]]), obs, torch.ones(1, 3)).detach().numpy()
     np.testing.assert_allclose(batch.return_.view(50, 4, 3)[-1], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("env_id", ["mpe/simple_spread_v3", "toy"])
-def test_first_ratio_is_one(env_id, shared, toy):
+@pytest.mark.parametrize("env_id", ["mpe/simple_spread_v3", "toy/team"])
+def test_first_ratio_is_one(env_id, shared, team):
     args = mappo.Args(env_id=env_id, **SMALL, share_parameters=shared)
     agent, _, batch = collected(args)
     minibatch = mappo.Batch(*(x[:100] for x in batch))
-    log_probs = agent.logits(minibatch.features, minibatch.action_mask).log_softmax(-1)
+    log_probs = agent.logits(minibatch.obs, minibatch.action_mask).log_softmax(-1)
     ratio = (log_probs.gather(-1, minibatch.action[..., None]).squeeze(-1) - minibatch.log_prob).exp()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
-    _, _, stats = mappo.mappo_loss(agent, minibatch, args)
-    assert stats[3].abs() < 1e-6 and stats[4] == 0  # KL divergence and clipped fraction
+    _, stats = mappo.mappo_loss(agent, minibatch, args)
+    assert stats["approx_kl"].abs() < 1e-6 and stats["clipfrac"] == 0
 
 
 @pytest.mark.parametrize("shared, activation", [(True, "tanh"), (False, "tanh"), (True, "relu"), (False, "relu")])
-def test_the_actor_that_acts_is_the_actor_that_learns(shared, activation):
-    args = mappo.Args(share_parameters=shared, activation=activation)
-    agent = mappo.Agent(mappo.make_envs(args, 1), args)
-    kinds = [type(layer) for network in (agent.actor, agent.critic) for layer in network[1:4:2]]
+def test_actions_are_samples_of_the_policy_that_learns(shared, activation, team):
+    args = mappo.Args(env_id=team, share_parameters=shared, activation=activation)
+    envs = mappo.make_envs(args, 1)
+    agent = mappo.Agent(envs, args)
+    kinds = [type(layer) for network in (agent.actor, agent.critic) for layer in network[2:5:2]]
     assert kinds == [{"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}[activation]] * 4
     with torch.no_grad():
         agent.actor[-1].weight *= 100
-    features = agent.features(np.random.default_rng(0).normal(size=(7, 3, 18)).astype(np.float32))
-    mask = torch.ones(7, 3, 5, dtype=torch.bool)
-    theirs = agent.logits(torch.from_numpy(features), mask)
-    torch.testing.assert_close(torch.from_numpy(mappo.numpy_actor(agent)(features)), theirs, atol=1e-5, rtol=1e-5)
-    action = (mappo.numpy_actor(agent)(features) + mappo.gumbel_noise(20_000, *theirs.shape)).argmax(-1)
-    frequency = np.stack([(action == k).mean(0) for k in range(5)], -1)
-    np.testing.assert_allclose(frequency, theirs.softmax(-1).detach(), atol=0.02)
+    obs, info = envs.reset()
+    theirs = agent.logits(torch.from_numpy(obs), torch.from_numpy(info["action_mask"])).softmax(-1).detach().numpy()
+    done, many = np.zeros(20_000, bool), np.repeat(obs, 20_000, 0)
+    action = mappo.make_policy(agent, greedy=False)(many, {"action_mask": info["action_mask"]}, done)
+    frequency = np.stack([(action == k).mean(0) for k in range(4)], -1)
+    np.testing.assert_allclose(frequency, theirs[0], atol=0.02)
+    assert (mappo.make_policy(agent)(many, info, done) == theirs.argmax(-1)).all()
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_critics_see_the_state_and_actors_do_not(shared):
-    args = mappo.Args(share_parameters=shared)
+def test_critics_see_the_state_and_actors_do_not(shared, team):
+    args = mappo.Args(env_id=team, share_parameters=shared)
     envs = mappo.make_envs(args, 4)
     agent = mappo.Agent(envs, args)
-    obs, info = envs.reset(seed=1)
-    state, features, alive = agent.critic_input(info["state"], obs, info["agent_mask"])
-    S, D = info["state"].shape[1], obs.shape[2]
-    assert features.shape == (4, 3, D + (3 if shared else 0)) and features.dtype == torch.float32
-    assert (state.numpy() == info["state"]).all() and (features[..., :D].numpy() == obs).all() and (alive == 1).all()
-    if shared:
-        assert (features[..., D:].numpy() == np.eye(3)).all() and (agent.features(obs)[..., D:] == np.eye(3)).all()
-    assert (agent.features(obs)[..., :D] == obs).all() and agent.actor[0].weight.shape[1] == D + 3 * shared
-    assert agent.critic[0].weight.shape[1] == S + D + 3 * shared
-    assert (agent.value(state + 1, features, alive) != agent.value(state, features, alive)).all()
+    D, S, ids = 3, 2, 3 if shared else 0
+    assert layers(agent.actor)[0].weight.shape[1] == D + ids and layers(agent.critic)[0].weight.shape[1] == S + D + ids
+    state, obs, alive = torch.randn(4, S), torch.randn(4, 3, D), torch.ones(4, 3)
+    value = agent.value(state, obs, alive)
+    assert (agent.value(state + 1, obs, alive) != value).all() and (agent.value(state, obs + 1, alive) != value).all()
+    other = obs.clone()
+    other[:, 1] += 1
+    assert ((agent.value(state, other, alive) != value) == torch.tensor([False, True, False])).all()
 
 
-def critic_rows(batch):
-    """What the critic's first layer multiplies, written out: the state beside each agent's features, 0 for the dead."""
-    state = batch.state[:, None] * batch.alive[..., None]  # (R, A, S)
-    return torch.cat([state, batch.critic_features], dim=-1)
-
-
+# proves mappo-2, mappo-3
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_state_read_once_gives_the_values_of_the_state_read_by_every_agent(shared, toy):
-    agent, _, batch = collected(mappo.Args(env_id=toy, **SMALL, share_parameters=shared))
+def test_values_are_those_of_the_state_beside_what_each_agent_sees(shared, team):
+    agent, _, batch = collected(mappo.Args(env_id=team, **SMALL, share_parameters=shared))
     assert (batch.alive == 0).any() and batch.state.abs().max() > 1
     agent.double()
-    value = agent.normalized_value(batch.state.double(), batch.critic_features.double(), batch.alive.double())
-    plain = agent.by_agent(agent.critic(agent.by_network(critic_rows(batch).double()))).squeeze(-1)
+    batch = double(batch)
+    value = agent.normalized_value(batch.state, batch.obs, batch.alive)
+    plain = agent.critic[1:](seen_by_critics(agent, batch)).squeeze(-1)  # without the layer that appends ids
     torch.testing.assert_close(value, plain)
-    parameters = list(agent.critic.parameters())
-    weight = torch.randn_like(value)
+    parameters, weight = list(agent.critic.parameters()), torch.randn_like(value)
     ours, theirs = (torch.autograd.grad((x * weight).sum(), parameters) for x in (value, plain))
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_axes_of_agents_and_networks_convert_back_and_forth(shared):
-    args = mappo.Args(share_parameters=shared)
-    agent = mappo.Agent(mappo.make_envs(args, 1), args)
-    x = torch.arange(5 * 3 * 2).reshape(5, 3, 2)
-    assert agent.by_network(x).shape == ((1, 15, 2) if shared else (3, 5, 2))
-    assert torch.equal(agent.by_agent(agent.by_network(x)), x)
-
-
+# proves mappo-1
 def test_popart_preserves_outputs_and_normalises_returns():
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    layer, stats = mappo.StackedLinear(2, 8, 1).double(), mappo.PopArt(2).double()
-    x, seen = torch.randn(2, 50, 8, dtype=torch.float64), []
-    before = stats.denormalize(layer(x).squeeze(-1).T)  # (50, 2)
+    layer, stats = StackedLinear(2, 8, 1).double(), mappo.PopArt(2, 1).double()
+    x, seen = torch.randn(50, 2, 8, dtype=torch.float64), []
+    before = stats.denormalize(layer(x))  # (50, 2, 1)
     for scale, count in ((1, 7), (300, 40), (0.1, 20)):  # returns that change their scale
         seen.append(rng.normal(scale, 3 * scale, (count, 2)))
-        new = torch.from_numpy(seen[-1])
-        stats.update(new.mean(0, keepdim=True), new.var(0, correction=0, keepdim=True), count, layer)
-        after = stats.denormalize(layer(x).squeeze(-1).T)
-        torch.testing.assert_close(after, before, rtol=1e-10, atol=1e-10)
+        stats.update(torch.from_numpy(seen[-1]), layer)
+        torch.testing.assert_close(stats.denormalize(layer(x)), before, rtol=1e-10, atol=1e-10)
     every = np.concatenate(seen)
-    np.testing.assert_allclose(stats.mean[0], every.mean(0))
-    np.testing.assert_allclose(stats.var[0], every.var(0))
-    normalized = stats.normalize(torch.from_numpy(every))
+    np.testing.assert_allclose(stats.mean[:, 0], every.mean(0))
+    np.testing.assert_allclose(stats.var[:, 0], every.var(0))
+    normalized = stats.normalize(torch.from_numpy(every)[..., None])
     np.testing.assert_allclose(normalized.mean(0), 0, atol=1e-12)
     np.testing.assert_allclose(normalized.std(0, correction=0), 1)
-    torch.testing.assert_close(stats.denormalize(normalized), torch.from_numpy(every))
+    torch.testing.assert_close(stats.denormalize(normalized)[..., 0], torch.from_numpy(every))
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_an_update_of_the_statistics_moves_no_value(shared, toy):
+def test_an_update_of_the_statistics_moves_no_value(shared, team):
     """In the script's own data flow: the values after `estimate` are those before it, in the unit of the returns."""
-    args = mappo.Args(env_id=toy, **SMALL, share_parameters=shared)
+    args = mappo.Args(env_id=team, **SMALL, share_parameters=shared)
     agent, _, batch = collected(args)
     stats = agent.value_stats
     assert (stats.count == (600 if shared else 200)) and (stats.std > 1.5).all()
-    seen = batch.state, batch.critic_features, batch.alive
+    seen = batch.state, batch.obs, batch.alive
     torch.testing.assert_close(agent.normalized_value(*seen), batch.value, atol=1e-4, rtol=1e-4)
     torch.manual_seed(0)
     untouched = mappo.Agent(mappo.make_envs(args, 4), args)
-    torch.testing.assert_close(stats.denormalize(batch.value), untouched.value(*seen), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(
+        stats.denormalize(batch.value[..., None])[..., 0], untouched.value(*seen), atol=1e-3, rtol=1e-4
+    )
     return_ = batch.return_ if shared else batch.return_.T
     for of_network in return_.reshape(1, -1) if shared else return_:
         assert of_network.mean().abs() < 1e-4 and (of_network.std() - 1).abs() < 0.01
@@ -256,11 +182,11 @@ def test_an_update_of_the_statistics_moves_no_value(shared, toy):
 
 def reference_losses(agent, batch, args):
     """The losses of each network, as the paper has them, in float64 and with loops."""
-    actor, critic = agent.actor.double(), agent.critic.double()
-    logits = agent.by_agent(actor(agent.by_network(batch.features.double())))
-    value = agent.by_agent(critic(agent.by_network(critic_rows(batch).double())))[..., 0]
+    agent.double()
+    logits = agent.actor(batch.obs.double())
+    value = agent.critic[1:](seen_by_critics(agent, batch).double())[..., 0]
     networks = [[(r, a) for r in range(len(value)) for a in range(3)]]
-    if not agent.shared:
+    if not args.share_parameters:
         networks = [[(r, a) for r in range(len(value))] for a in range(3)]
     huber = lambda e, d: e * e / 2 if not d or abs(e) <= d else d * (abs(e) - d / 2)  # noqa: E731
     actor_loss = critic_loss = 0
@@ -284,11 +210,12 @@ def reference_losses(agent, batch, args):
     return actor_loss, critic_loss
 
 
+# proves mappo-4, mappo-5
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("value_clip_coef, huber_delta", [(0.2, 0.5), (0.0, 0.0), (0.2, 0.0), (0.0, 0.3)])
-def test_losses_and_gradients_are_their_definition(value_clip_coef, huber_delta, shared, toy):
+def test_losses_and_gradients_are_their_definition(value_clip_coef, huber_delta, shared, team):
     args = mappo.Args(
-        env_id=toy,
+        env_id=team,
         **SMALL,
         share_parameters=shared,
         value_clip_coef=value_clip_coef,
@@ -301,17 +228,16 @@ def test_losses_and_gradients_are_their_definition(value_clip_coef, huber_delta,
     with torch.no_grad():  # away from the policy and the critic that acted
         for p in agent.parameters():
             p += 0.05 * torch.randn_like(p)
-    actor_loss, critic_loss, stats = mappo.mappo_loss(agent, batch, args)
-    ours = [
-        *torch.autograd.grad(actor_loss, list(agent.actor.parameters())),
-        *torch.autograd.grad(critic_loss, list(agent.critic.parameters())),
-    ]
-    assert 0 < stats[4] < 1, "some ratios were to be clipped"
+    loss, stats = mappo.mappo_loss(agent, batch, args)
+    ours = torch.autograd.grad(loss, list(agent.parameters()))
+    assert 0 < stats["clipfrac"] < 1, "some ratios were to be clipped"
     expected = reference_losses(agent, batch, args)
-    torch.testing.assert_close(actor_loss.double(), expected[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(critic_loss.double(), expected[1], atol=1e-5, rtol=1e-5)
-    theirs = torch.autograd.grad(sum(expected), [*agent.actor.parameters(), *agent.critic.parameters()])
-    for mine, reference in zip(ours, theirs):
+    networks = 1 if shared else 3
+    torch.testing.assert_close(loss.double(), sum(expected), atol=1e-5, rtol=1e-5)
+    policy_loss = stats["policy_loss"] - args.ent_coef * stats["entropy"]  # means over the networks
+    torch.testing.assert_close(policy_loss.double() * networks, expected[0].detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(stats["value_loss"].double() * networks, expected[1].detach(), atol=1e-5, rtol=1e-5)
+    for mine, reference in zip(ours, torch.autograd.grad(sum(expected), list(agent.parameters()))):
         torch.testing.assert_close(mine.double(), reference, atol=1e-5, rtol=1e-4)
 
 
@@ -321,11 +247,12 @@ def test_independent_networks_get_no_gradient_from_one_another():
     for i in range(3):
         nothing = torch.zeros_like(batch.alive)
         nothing[:, i] = 1
-        actor_loss, _, _ = mappo.mappo_loss(agent, batch._replace(alive=nothing), args)
-        for gradient in torch.autograd.grad(actor_loss, list(agent.actor.parameters())):
+        loss, _ = mappo.mappo_loss(agent, batch._replace(alive=nothing), args)
+        for gradient in torch.autograd.grad(loss, list(agent.actor.parameters())):
             assert (gradient[i] != 0).any() and (gradient[[j for j in range(3) if j != i]] == 0).all()
 
 
+# proves mappo-7, mappo-8
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_update_is_two_adams_with_a_norm_for_each_network(shared):
     """Against torch.optim.Adam and clip_grad_norm_ on ordinary parameters, on the same minibatches."""
@@ -350,9 +277,9 @@ def test_an_update_is_two_adams_with_a_norm_for_each_network(shared):
     norms = []
     for _ in range(2):
         for index in torch.randperm(200).split(50):
-            losses = mappo.mappo_loss(twin, mappo.Batch(*(x[index] for x in batch)), args)
-            for parameters, adam, loss in zip(parts, adams, losses):
-                gradients = torch.autograd.grad(loss, parameters)
+            loss, _ = mappo.mappo_loss(twin, mappo.Batch(*(x[index] for x in batch)), args)
+            for parameters, adam in zip(parts, adams):
+                gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
                 for m in range(len(gradients[0])):  # the norm of each network, over all its parameters
                     norm = torch.cat([g[m].flatten() for g in gradients]).norm()
                     norms.append(norm)
@@ -360,6 +287,7 @@ def test_an_update_is_two_adams_with_a_norm_for_each_network(shared):
                         g[m] *= min(1, 0.5 / (norm + 1e-6))
                 for p, g in zip(parameters, gradients):
                     p.grad = g
+            for adam in adams:
                 adam.step()
     for mine, theirs in zip(agent.parameters(), twin.parameters()):
         torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)
@@ -368,20 +296,21 @@ def test_an_update_is_two_adams_with_a_norm_for_each_network(shared):
     assert mean_norm == pytest.approx(torch.stack(norms).mean().item(), rel=1e-4)
 
 
+# proves ippo-4, mappo-6
 @pytest.mark.parametrize("shared", [True, False])
-def test_dead_agents_add_nothing_to_the_policy(shared, toy):
-    args = mappo.Args(env_id=toy, **SMALL, share_parameters=shared)
+def test_dead_agents_add_nothing_to_the_policy(shared, team):
+    args = mappo.Args(env_id=team, **SMALL, share_parameters=shared)
     agent, _, batch = collected(args)
     assert 0 < (batch.alive[:, 1] == 0).sum() < 200 and (batch.alive[:, [0, 2]] == 1).all()
-    loss, _, stats = mappo.mappo_loss(agent, batch, args)
+    loss, stats = mappo.mappo_loss(agent, batch, args)
     gradients = torch.autograd.grad(loss, list(agent.actor.parameters()))
     noise = (1 - batch.alive) * 1e3
     other = batch._replace(
-        features=batch.features + noise[..., None],
+        obs=batch.obs + noise[..., None],
         advantage=batch.advantage + noise,
         log_prob=batch.log_prob - noise,  # a ratio that would overflow
     )
-    loss2, _, stats2 = mappo.mappo_loss(agent, other, args)
+    loss2, stats2 = mappo.mappo_loss(agent, other, args)
     torch.testing.assert_close(loss, loss2)
     torch.testing.assert_close(stats, stats2)
     for a, b in zip(gradients, torch.autograd.grad(loss2, list(agent.actor.parameters()))):
@@ -390,34 +319,34 @@ def test_dead_agents_add_nothing_to_the_policy(shared, toy):
     assert living.mean().abs() < 1e-5 and (living.std(correction=0) - 1).abs() < 1e-4  # normalised without the dead
 
 
-def test_death_masking(toy):
+# proves mappo-3
+def test_death_masking(team):
     """The critic of a dead agent sees its id alone, and what the team earns later still counts for the agent."""
-    args = mappo.Args(env_id=toy, **SMALL, norm_adv=False, normalize_value=False, gamma=0.9, gae_lambda=1.0)
-    _, rollout, batch = collected(args)
-    dead = batch.critic_features[batch.alive == 0]
-    assert len(dead) and (dead == torch.tensor([0.0] * 3 + [0, 1, 0])).all()
-    assert (critic_rows(batch)[batch.alive == 0][:, :5] == 0).all()
+    args = mappo.Args(env_id=team, **SMALL, norm_adv=False, normalize_value=False, gamma=0.9, gae_lambda=1.0)
+    agent, rollout, batch = collected(args)
+    value = agent.value(batch.state, batch.obs + 7 * (1 - batch.alive[..., None]), batch.alive)
+    of_id = agent.critic[1:](torch.tensor([[0.0] * 5 + [0, 1, 0]])[None]).item()  # all that distinguishes it
+    assert (batch.alive == 0).any() and torch.allclose(value[batch.alive == 0], torch.tensor(of_id))
     assert (rollout.done == (np.arange(50) % 6 == 5)[:, None, None]).all()  # death is no end
     # in environment 0, which terminates, with lambda = 1, the returns are those of the whole episode
     expected = sum(0.9**k * (k + 1) for k in range(6))
     np.testing.assert_allclose(batch.return_.view(50, 4, 3)[0, 0], expected, rtol=1e-4)
 
 
-def test_a_time_limit_bootstraps_from_the_final_state(toy):
-    args = mappo.Args(env_id=toy, **SMALL, gamma=0.9)
+def test_a_time_limit_bootstraps_from_the_final_state(team):
+    args = mappo.Args(env_id=team, **SMALL, gamma=0.9)
     torch.manual_seed(0)
     fresh = mappo.Agent(mappo.make_envs(args, 4), args)  # the critic of the rollout
     _, rollout, _ = collected(args)
     assert (rollout.reward[5, 0] == 6).all()  # environment 0 terminates: nothing to add
-    final_obs = np.zeros((1, 3, 3), np.float32)
+    final_obs = torch.zeros(1, 3, 3)
     final_obs[0, 0, :2] = 6  # agent 2 died with the last step
-    seen = fresh.critic_input(np.array([[6, 36]], np.float32), final_obs, np.array([[True, False, False]]))
-    expected = 6 + 0.9 * fresh.value(*seen).detach().numpy()[0]
-    np.testing.assert_allclose(rollout.reward[5, 1], expected, rtol=1e-5)  # environment 1 is truncated
+    value = fresh.value(torch.tensor([[6.0, 36]]), final_obs, torch.tensor([[1.0, 0, 0]]))
+    np.testing.assert_allclose(rollout.reward[5, 1], 6 + 0.9 * value[0].detach().numpy(), rtol=1e-5)  # 1 is truncated
 
 
-def test_explained_variance_leaves_dead_agents_out(toy):
-    args = mappo.Args(env_id=toy, **SMALL)
+def test_explained_variance_leaves_dead_agents_out(team):
+    args = mappo.Args(env_id=team, **SMALL)
     agent, _, batch = collected(args)
     batch = batch._replace(value=torch.where(batch.alive > 0, batch.return_, 1e3))  # perfect for the living alone
     metrics = mappo.update(agent, optimizer_for(agent, 1e-4, 1e-4), batch, args)
@@ -436,8 +365,8 @@ def test_statistics_are_saved_used_and_frozen_at_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "matrix/penalty", "toy"])
-def test_two_updates_that_two_runs_repeat(env_id, shared, toy, tmp_path):
+@pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "matrix/penalty", "toy/team"])
+def test_two_updates_that_two_runs_repeat(env_id, shared, team, tmp_path):
     args = mappo.Args(env_id=env_id, **SMALL, share_parameters=shared, runs_dir=str(tmp_path))
     one, same = (load_checkpoint(mappo.main(args)) for _ in range(2))
     assert one["step"] == 400
@@ -469,18 +398,18 @@ def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--env-id mpe/simple_spread_v3?continuous_actions=True", "are continuous; try mappo_continuous_action.py"),
+        (
+            "--env-id mpe/simple_spread_v3?continuous_actions=True",
+            "has continuous actions and this script needs discrete ones",
+        ),
         ("--num-envs 3 --num-steps 5 --num-minibatches 2", "15 steps of a rollout are not divisible by"),
         ("--total-timesteps 3199", "--total-timesteps 3199 is less than one rollout of 3200 steps"),
-        ("--gamma 1.5", "--gamma must be in [0, 1], not 1.5"),
-        ("--huber-delta -1", "--huber-delta must be at least 0, not -1"),
-        ("--critic-learning-rate 0", "--critic-learning-rate must be greater than 0, not 0"),
     ],
 )
 def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mappo.py", *flags.split(), "--runs-dir", str(tmp_path / "runs")])
     with pytest.raises(SystemExit) as exit_:
-        mappo.launch(mappo.main, mappo.Args)
+        launch(mappo.main, mappo.Args)
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and text in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
