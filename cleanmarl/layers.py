@@ -5,7 +5,7 @@ every agent a network of its own, and with 1 instead of A one network serves all
 that share no parameter is the gradient of each, so one `backward` and one optimizer serve all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -126,6 +126,38 @@ def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tenso
         if groups:
             norms[name] = torch.cat(groups).mean()
     return norms
+
+
+class Networks:
+    """The M networks of a stacked module one by one, as views of its parameters, which an optimizer steps apart.
+
+        networks = Networks(agent, M)  # after agent.to(device)
+        optimizer = torch.optim.Adam([{"params": networks[m], "lr": learning_rate[m]} for m in range(M)])
+        loss.backward()
+        networks.take_gradients(active=[2])  # the others keep their weights, and Adam its moments and steps of them
+        optimizer.step()
+
+    What is not stacked, and what is a stack of 1, all networks share: it goes with network 0.
+    """
+
+    def __init__(self, module: nn.Module, num_networks: int):
+        layers = [layer for layer in module.modules() if getattr(layer, "num_networks", 1) > 1]
+        self.stacked = [p for layer in layers for p in layer.parameters(recurse=False)]
+        of_stacks = set(self.stacked)
+        self.shared = [p for p in module.parameters() if p not in of_stacks]
+        self.views = [[p.detach()[m] for p in self.stacked] for m in range(num_networks)]
+
+    def __getitem__(self, m: int) -> list[torch.Tensor]:
+        return self.views[m] if m > 0 else self.views[m] + self.shared
+
+    def take_gradients(self, active: Collection[int]) -> None:
+        """Give the networks in `active` the gradients of the module, and the others none: they are left alone."""
+        for m, views in enumerate(self.views):
+            for p, view in zip(self.stacked, views):
+                view.grad = p.grad[m] if m in active and p.grad is not None else None
+        if 0 not in active:
+            for p in self.shared:
+                p.grad = None
 
 
 def as_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
