@@ -37,7 +37,7 @@ def optimizer_for(agent, learning_rate, critic_learning_rate, **kwargs):
 
 
 def seen_by_critics(agent, batch):
-    """What the critics' first layer multiplies, written out: the state beside each agent's observation, 0 for the dead."""
+    """What the critics' first layer multiplies, written out: the state beside an agent's observation, 0 for the dead."""
     alive = batch.alive[..., None]
     seen = torch.cat([batch.state[:, None] * alive, batch.obs * alive], dim=-1)  # (R, A, S + D)
     ids = [m for m in agent.critic if isinstance(m, AgentIds)]
@@ -167,7 +167,7 @@ def test_an_update_of_the_statistics_moves_no_value(shared, team):
     args = mappo.Args(env_id=team, **SMALL, share_parameters=shared)
     agent, _, batch = collected(args)
     stats = agent.value_stats
-    assert (stats.count == (600 if shared else 200)) and (stats.std > 1.5).all()
+    assert (stats.count == (600 if shared else 200)).all() and (stats.std > 1.5).all()
     seen = batch.state, batch.obs, batch.alive
     torch.testing.assert_close(agent.normalized_value(*seen), batch.value, atol=1e-4, rtol=1e-4)
     torch.manual_seed(0)
@@ -278,7 +278,7 @@ def test_an_update_is_two_adams_with_a_norm_for_each_network(shared):
     for _ in range(2):
         for index in torch.randperm(200).split(50):
             loss, _ = mappo.mappo_loss(twin, mappo.Batch(*(x[index] for x in batch)), args)
-            for parameters, adam in zip(parts, adams):
+            for parameters in parts:
                 gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
                 for m in range(len(gradients[0])):  # the norm of each network, over all its parameters
                     norm = torch.cat([g[m].flatten() for g in gradients]).norm()
