@@ -2,13 +2,16 @@
 
 import importlib.util
 import itertools
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
+import cleanmarl
 from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make, make_gymnasium
 from cleanmarl.envs.__main__ import bench, describe, each_size, list_ids
 
@@ -409,6 +412,25 @@ class Spaces(gym.Env):
 
 
 gym.register("Spaces-v0", entry_point=Spaces)
+
+
+def test_gymnasium_ids_of_modules_in_the_working_folder(tmp_path):
+    (tmp_path / "my_tasks.py").write_text(
+        "import gymnasium as gym\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        'gym.register("Mine-v0", entry_point=CartPoleEnv, max_episode_steps=9)'
+    )
+    (tmp_path / "elsewhere").mkdir()
+    script = tmp_path / "elsewhere" / "script.py"
+    script.write_text(
+        "from cleanmarl.envs import make_gymnasium\n"
+        'envs = make_gymnasium("my_tasks:Mine-v0", 2, discrete=True, vectors=True)\n'
+        "print(envs.reset(seed=1)[0].shape)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(cleanmarl.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("(2, 4)\n", "")
 
 
 def test_observations_as_vectors():

@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+import cleanmarl
 from cleanmarl.envs import EnvError, env_seeds, make
 
 PROC = Path("/proc")
@@ -431,6 +432,33 @@ def test_cooperative_pong_equals_pettingzoo():
         assert (obs.reshape(4, -1) > 0).any(-1).all()  # paddles and ball
     assert ends > 2
     envs.close()
+
+
+def test_modules_of_the_working_folder(tmp_path, toy):
+    """A script elsewhere finds them, and so do its workers; by the name of a class, too."""
+    (tmp_path / "elsewhere").mkdir()
+    script = tmp_path / "elsewhere" / "script.py"
+    script.write_text("""
+import sys
+from cleanmarl.envs import make
+for env_id in sys.argv[1:]:
+    for num_workers in (0, 1):
+        envs = make(env_id, 1, pictures=True, num_workers=num_workers)
+        print(envs.reset(seed=1)[0].shape)
+        envs.close()
+""")
+    (tmp_path / "my_cameras.py").write_text(PICTURES)
+
+    def run(*env_ids):
+        command = [sys.executable, str(script), *env_ids]
+        root = Path(cleanmarl.__file__).parents[1]
+        env = {**os.environ, "PYTHONPATH": str(root)}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+
+    done = run("pz/my_cameras:Cameras", toy)
+    assert done.stdout.splitlines() == ["(1, 2, 2, 3, 3)"] * 2 + ["(1, 3, 6)"] * 2 and not done.stderr
+    assert "pz/my_cameras:Camera: the module my_cameras has no Camera" in run("pz/my_cameras:Camera").stderr
+    assert "unknown environment 'pz/my_camera:Cameras'" in run("pz/my_camera:Cameras").stderr
 
 
 def test_what_is_known_of_reward_and_death(cameras, toy):

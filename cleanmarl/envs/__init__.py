@@ -27,8 +27,10 @@ import difflib
 import functools
 import importlib
 import os
+import sys
 import time
 import urllib.parse
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -233,6 +235,12 @@ def _literal(text: str) -> Any:
         return text
 
 
+def search_working_folder() -> None:
+    """Let modules of the user be imported from the folder of the shell, last, whatever folder the script is in."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
 def unknown_name(env_id: str, known) -> EnvError:
     """The error for a name that its family does not have, with the nearest known ids."""
     family = env_id.partition("/")[0]
@@ -297,6 +305,7 @@ def make_gymnasium(
     """
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
+    search_working_folder()  # for ids such as my_module:MyEnv-v0
     if env_id.startswith("ALE/"):
         try:
             ale_py = importlib.import_module("ale_py")

@@ -1,9 +1,10 @@
 """Any PettingZoo parallel environment, `pz/<package>/<name>`, several to a worker process, over shared memory.
 
 `pz/sisl/pursuit_v5` is `pettingzoo.sisl.pursuit_v5.parallel_env`, `pz/mpe2/simple_spread_v3` that of the package mpe2,
-`pz/my_package/my_env` that of a module of yours. A module that has only `env`, PettingZoo's agent-by-agent kind, goes
-through PettingZoo's own conversion if its metadata say "is_parallelizable"; agents that really take turns, as in chess,
-cannot act at once. What the interface of this package leaves open:
+`pz/my_package/my_env` that of a module of yours, and `pz/my_module:MyEnv` what your `MyEnv(**options)` returns; modules
+are found in the folder you work in, too. A module that has only `env`, PettingZoo's agent-by-agent kind, goes through
+PettingZoo's own conversion if its metadata say "is_parallelizable"; agents that really take turns, as in chess, cannot
+act at once. What the interface of this package leaves open:
 
     observation     flattened to float32; Discrete is one-hot; {observation, action_mask} is taken apart; where all
                     agents see pictures (H, W, C) uint8 of one shape, they stay such pictures
@@ -35,7 +36,14 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo.utils.conversions import aec_to_parallel
 
-from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, env_seeds, unknown_name
+from cleanmarl.envs import (
+    EnvError,
+    EpisodeStatistics,
+    MultiAgentVectorEnv,
+    env_seeds,
+    search_working_folder,
+    unknown_name,
+)
 from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
 
 PETTINGZOO = ("atari", "butterfly", "classic", "sisl")  # packages inside pettingzoo; others stand by themselves
@@ -115,10 +123,11 @@ def known_names() -> list[str]:
 
 def build(name: str, options: dict):
     """One PettingZoo ParallelEnv. Raises EnvError as `make` says, and whatever its constructor raises."""
-    package, _, env_name = name.partition("/")
-    path = f"{'pettingzoo.' * (package in PETTINGZOO)}{package}.{env_name}"
-    if not re.fullmatch(r"\w[\w.]*/\w+", name):
+    package = name.partition("/")[0]
+    path, _, factory = f"{'pettingzoo.' * (package in PETTINGZOO)}{name.replace('/', '.')}".partition(":")
+    if not re.fullmatch(r"\w[\w.]*/\w+|\w[\w.]*:\w+", name):
         raise unknown_name(f"pz/{name}", known_names())
+    search_working_folder()
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     if name in BLIND and options.get("render_mode") is None:
         options = {**options, "render_mode": "rgb_array"}
@@ -134,8 +143,10 @@ def build(name: str, options: dict):
             raise unknown_name(f"pz/{name}", known_names()) from None
         hint = INSTALL.get(package, f"pip install {error.name}")
         raise EnvError(f"pz/{name} needs a package that is missing ({error}): {hint}") from error
-    if hasattr(module, "parallel_env"):
-        return module.parallel_env(**options)
+    if factory and not hasattr(module, factory):
+        raise EnvError(f"pz/{name}: the module {path} has no {factory}")
+    if factory or hasattr(module, "parallel_env"):
+        return getattr(module, factory or "parallel_env")(**options)
     if not hasattr(module, "env"):
         raise EnvError(f"pz/{name} is no environment of PettingZoo: the module has no parallel_env and no env")
     env = module.env(**options)
