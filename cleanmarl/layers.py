@@ -2,7 +2,8 @@
 
 A stack of networks is written as one: nn.Sequential(StackedLinear(A, D, 64), nn.Tanh(), StackedLinear(A, 64, K)) gives
 every agent a network of its own, and with 1 instead of A one network serves all agents. The gradient of a sum of losses
-that share no parameter is the gradient of each, so one `backward` and one optimizer serve all of them.
+that share no parameter is the gradient of each, so one `backward` and one optimizer serve all of them. Networks that
+remember are Recurrent(...) instead of nn.Sequential(...), on sequences (T, N, A, ...).
 """
 
 from collections.abc import Callable, Collection
@@ -103,6 +104,118 @@ class RunningMeanStd(nn.Module):
         return self.normalize(x).clamp(-10, 10)
 
 
+class StackedCell(nn.Module):
+    """What StackedGRU and StackedLSTM share: weights named and initialised as torch's, and the loop over the steps.
+
+    M = A: each agent has its own. M = 1: one serves all. The state of an agent begins with its output; its size is
+    `memory_size`.
+    """
+
+    num_gates, num_states = 0, 0
+
+    def __init__(self, num_networks: int, size_in: int, size_hidden: int):
+        super().__init__()
+        self.num_networks, self.size_hidden, self.memory_size = num_networks, size_hidden, self.num_states * size_hidden
+        bound, size_gates = size_hidden**-0.5, self.num_gates * size_hidden
+        self.weight_ih = nn.Parameter(torch.empty(num_networks, size_in, size_gates).uniform_(-bound, bound))
+        self.weight_hh = nn.Parameter(torch.empty(num_networks, size_hidden, size_gates).uniform_(-bound, bound))
+        self.bias_ih = nn.Parameter(torch.empty(num_networks, 1, size_gates).uniform_(-bound, bound))
+        self.bias_hh = nn.Parameter(torch.empty(num_networks, 1, size_gates).uniform_(-bound, bound))
+
+    @staticmethod
+    def step(x, remembered, state, sigmoid, tanh, split, concatenate):
+        """The state (..., S) after a step; x, remembered (..., G * H) are its gates' two parts. Tensors or arrays."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor, forget: torch.Tensor | None = None):
+        """Run T steps x (T, N, A, in) from `state` (N, A, S), which is 0 again after the steps in forget (T, N, A).
+
+        Returns the outputs (T, N, A, H) and the states (T, N, A, S), each as it is after its step.
+        """
+
+        def by_network(x: torch.Tensor) -> torch.Tensor:  # -> (M, T, B, ...), where B = N * A, or N of each network
+            return x.flatten(1, 2)[None] if self.num_networks == 1 else x.movedim(2, 0)
+
+        T, N, A = x.shape[:3]
+        gates = torch.baddbmm(self.bias_ih, by_network(x).flatten(1, 2), self.weight_ih).unflatten(1, (T, -1))
+        keep = [None] * T if forget is None else by_network(~forget)[..., None].to(x.dtype).unbind(1)
+        state, states = by_network(state[None])[:, 0], []
+        for gates_now, kept in zip(gates.unbind(1), keep):
+            remembered = torch.baddbmm(self.bias_hh, state[..., : self.size_hidden], self.weight_hh)
+            states.append(self.step(gates_now, remembered, state, *TORCH))
+            state = states[-1] if kept is None else states[-1] * kept
+        states = torch.stack(states, 1)  # (M, T, B, S)
+        states = states[0].unflatten(1, (N, A)) if self.num_networks == 1 else states.movedim(0, 2)
+        return states[..., : self.size_hidden], states
+
+
+class StackedGRU(StackedCell):
+    """M GRUs; equations and order of the gates as in torch.nn.GRU (Cho et al. 2014). The state is the output."""
+
+    num_gates, num_states = 3, 1
+
+    @staticmethod
+    def step(x, remembered, state, sigmoid, tanh, split, concatenate):
+        (x_reset, x_keep, x_new), (m_reset, m_keep, m_new) = split(x, 3, -1), split(remembered, 3, -1)
+        new = tanh(x_new + sigmoid(x_reset + m_reset) * m_new)
+        return new + sigmoid(x_keep + m_keep) * (state - new)
+
+
+class StackedLSTM(StackedCell):
+    """M LSTMs; equations and order of the gates as in torch.nn.LSTM (Hochreiter and Schmidhuber 1997).
+
+    The state is the output beside the cell.
+    """
+
+    num_gates, num_states = 4, 2
+
+    @staticmethod
+    def step(x, remembered, state, sigmoid, tanh, split, concatenate):
+        _, cell = split(state, 2, -1)
+        write, keep, new, show = split(x + remembered, 4, -1)
+        cell = sigmoid(keep) * cell + sigmoid(write) * tanh(new)
+        return concatenate([sigmoid(show) * tanh(cell), cell], -1)
+
+
+TORCH = torch.sigmoid, torch.tanh, torch.chunk, torch.cat
+NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, np.split, np.concatenate
+
+
+class Recurrent(nn.Sequential):
+    """Layers of which some remember (StackedGRU, StackedLSTM): what each of A agents has seen is in its memory.
+
+    The memory (N, A, S), S = `memory_size`, holds the states of all layers that remember; at first it is 0. The other
+    layers see rows (T * N, A, ...), as in nn.Sequential.
+    """
+
+    @property
+    def cells(self) -> list[StackedCell]:
+        return [layer for layer in self if isinstance(layer, StackedCell)]
+
+    @property
+    def memory_size(self) -> int:
+        return sum(cell.memory_size for cell in self.cells)
+
+    def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...], memory, forget: torch.Tensor | None = None):
+        """Run T steps of N environments from `memory`, which is 0 again after the steps in forget (T, N, A).
+
+        x (T, N, A, D), or a tuple of parts. Returns outputs (T, N, A, K) and memories (T, N, A, S), each as it is after
+        its step: one that goes on from the last is still to be emptied by forget[-1].
+        """
+        parts = x if isinstance(x, tuple) else (x,)
+        steps, rows = parts[-1].shape[:2], tuple(part.flatten(0, 1) for part in parts)
+        x = rows if isinstance(x, tuple) else rows[0]
+        states, memories = iter(memory.split([cell.memory_size for cell in self.cells], -1)), []
+        for layer in self:
+            if isinstance(layer, StackedCell):
+                x, after = layer(x.unflatten(0, steps), next(states), forget)
+                x = x.flatten(0, 1)
+                memories.append(after)
+            else:
+                x = layer(x)
+        return x.unflatten(0, steps), memories[0] if len(memories) == 1 else torch.cat(memories, -1)
+
+
 def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
     """Clip the gradient of every child of `agent` by its own norm; of a stack, that of each of its M networks.
 
@@ -147,6 +260,9 @@ class Networks:
         self.shared = [p for p in module.parameters() if p not in of_stacks]
         self.views = [[p.detach()[m] for p in self.stacked] for m in range(num_networks)]
 
+    def __len__(self) -> int:
+        return len(self.views)
+
     def __getitem__(self, m: int) -> list[torch.Tensor]:
         return self.views[m] if m > 0 else self.views[m] + self.shared
 
@@ -165,7 +281,10 @@ def as_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
 
     For the few rows of one environment step NumPy takes a quarter of torch's time. It knows the layers below, by exact
     type, in nn.Sequential; a network with any other layer is called as it is, through torch: slower, never different.
+    Of a Recurrent network the function takes x (N, A, D) and memory (N, A, S), and returns outputs and memory after it.
     """
+    if isinstance(network, Recurrent):
+        return numpy_recurrent(network)
     layers = numpy_layers(network)
     if layers is None:
         device = next((p.device for p in network.parameters()), None)
@@ -186,13 +305,18 @@ def as_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
 
 def numpy_layers(network: nn.Module) -> list[Callable[[np.ndarray], np.ndarray]] | None:
     """The layers of a network as NumPy functions, None if one of them is of an unknown kind."""
-    if network._forward_hooks or network._forward_pre_hooks or "forward" in vars(network):
-        return None  # somebody watches or replaces what it does
+    if is_watched(network):
+        return None
     if type(network) is nn.Sequential:
         inner = [numpy_layers(layer) for layer in network]
         return None if None in inner else [layer for layers in inner for layer in layers]
     make = NUMPY_LAYERS.get(type(network))
     return make and [make(network)]
+
+
+def is_watched(network: nn.Module) -> bool:
+    """Whether somebody watches or replaces what it does."""
+    return bool(network._forward_hooks or network._forward_pre_hooks or "forward" in vars(network))
 
 
 def numpy_linear(layer: nn.Linear):
@@ -221,6 +345,50 @@ def numpy_normalize(layer: RunningMeanStd):
     return lambda x: ((x - mean) / std).clip(-10, 10)
 
 
+def numpy_recurrent(network: Recurrent):
+    layers = [(isinstance(layer, StackedCell), numpy_layers(layer)) for layer in network]
+    if type(network) is not Recurrent or is_watched(network) or any(functions is None for _, functions in layers):
+        device = next((p.device for p in network.parameters()), None)
+
+        def forward(x: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            with torch.no_grad():
+                x, memory = (torch.as_tensor(array, device=device) for array in (x, memory))
+                return tuple(after[0].cpu().numpy() for after in network(x[None], memory))
+
+        return forward
+
+    ends = np.cumsum([cell.memory_size for cell in network.cells])[:-1]
+
+    def forward(x: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        states, memories = iter(np.split(memory, ends, -1)), []
+        for remembers, functions in layers:
+            for function in functions:
+                if remembers:
+                    x, after = function(x, next(states))
+                    memories.append(after)
+                else:
+                    x = function(x)
+        return x, memories[0] if len(memories) == 1 else np.concatenate(memories, -1)
+
+    return forward
+
+
+def numpy_cell(layer: StackedCell):
+    """One step: x (N, A, in), state (N, A, S) -> output (N, A, H), state (N, A, S)."""
+    H, shared = layer.size_hidden, layer.num_networks == 1
+    weights = [to_numpy(w) for w in (layer.weight_ih, layer.bias_ih, layer.weight_hh, layer.bias_hh)]
+    weight_ih, bias_ih, weight_hh, bias_hh = (w[0] for w in weights) if shared else weights
+
+    def step(x: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        shape = state.shape
+        x, state = (a.reshape(-1, a.shape[-1]) if shared else a.swapaxes(0, 1) for a in (x, state))
+        state = layer.step(x @ weight_ih + bias_ih, state[..., :H] @ weight_hh + bias_hh, state, *NUMPY)
+        state = state.reshape(shape) if shared else state.swapaxes(0, 1)
+        return state[..., :H], state
+
+    return step
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().cpu().numpy()
 
@@ -233,4 +401,6 @@ NUMPY_LAYERS = {
     StackedLinear: numpy_stacked_linear,
     AgentIds: numpy_ids,
     RunningMeanStd: numpy_normalize,
+    StackedGRU: numpy_cell,
+    StackedLSTM: numpy_cell,
 }
