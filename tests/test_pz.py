@@ -434,6 +434,30 @@ def test_cooperative_pong_equals_pettingzoo():
     envs.close()
 
 
+def test_the_wrapper_of_the_page_shows_small_pictures(toy):
+    """The code of docs/environments.md, as a file of the user."""
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+    (code,) = [block.partition("```")[0] for block in page.split("```python\n")[1:] if "class SmallPong" in block]
+    Path(importlib.import_module("pz_toys").__file__).with_name("small_pong.py").write_text(code)
+    importlib.invalidate_caches()
+    options = {"discrete": True, "pictures": True, "num_workers": 0}
+    small = make("pz/pz_toys.small_pong:SmallPong?max_cycles=40", 2, **options)
+    whole = make("pz/butterfly/cooperative_pong_v6?max_cycles=40", 2, **options)
+    assert small.single_observation_space == gym.spaces.Box(0, 255, (2, 70, 120, 1), np.uint8)
+    assert (small.team_reward, small.may_die) == (whole.team_reward, whole.may_die) == (True, False)
+    (obs, info), (whole_obs, whole_info) = small.reset(seed=1), whole.reset(seed=1)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        for ours, theirs in ((obs, whole_obs), (info["state"], whole_info["state"])):
+            brightest = theirs.reshape(*theirs.shape[:-3], 70, 4, 120, 4, 3).max((-4, -2, -1))
+            np.testing.assert_array_equal(ours[..., 0], brightest)
+        action = rng.integers(3, size=(2, 2))
+        obs, reward, *_, info = small.step(action)
+        whole_obs, whole_reward, *_, whole_info = whole.step(action)
+        np.testing.assert_array_equal(reward, whole_reward)
+    sys.modules.pop("pz_toys.small_pong")
+
+
 def test_modules_of_the_working_folder(tmp_path, toy):
     """A script elsewhere finds them, and so do its workers; by the name of a class, too."""
     (tmp_path / "elsewhere").mkdir()
