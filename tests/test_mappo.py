@@ -37,7 +37,7 @@ def optimizer_for(agent, learning_rate, critic_learning_rate, **kwargs):
 
 
 def seen_by_critics(agent, batch):
-    """What the critics' first layer multiplies, written out: the state beside an agent's observation, 0 for the dead."""
+    """What the critics' first layer multiplies, written out: the state beside the own observation, 0 for the dead."""
     alive = batch.alive[..., None]
     seen = torch.cat([batch.state[:, None] * alive, batch.obs * alive], dim=-1)  # (R, A, S + D)
     ids = [m for m in agent.critic if isinstance(m, AgentIds)]
