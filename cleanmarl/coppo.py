@@ -7,109 +7,77 @@ after another, each with the others' newest ratios (Algorithm 1); shared network
 --inner-clip-coef 0 is MAPPO (g = 1), and inf is the objective without double clipping (equation 8). --objective authors
 is what the authors' code does: the inner clip in the clipped term only, and gradients through the others' ratios.
 
-Paper: Wu et al. 2021 (arXiv:2111.04051). Parent: mappo.py, plus that objective, counterfactual advantages, RMSprop and
-epsilon-greedy exploration, which the paper's matrix games use.
+Paper: Wu et al. 2021 (arXiv:2111.04051). Parent: mappo.py, but for the actors' objective and their turns. What the
+paper's matrix games need besides is in coppo_matrix.py.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from annotated_types import Interval
 
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
+from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.run import Run
 
 
 @dataclass
-class Args:
-    seed: int = 1
-    """seed of the networks, the policies' samples, the minibatches and the environments"""
-    device: str = "cpu"
-    """torch device: cpu, cuda, cuda:1, mps; small networks are fastest on the CPU"""
-    torch_threads: int = 1
-    """threads of torch on the CPU"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    checkpoint_interval: int = 100_000
-    """environment steps between two checkpoints; there is always one at the end"""
-    resume: Path | None = None
-    """run folder to continue; --total-timesteps may be raised"""
+class Args(RunArgs):
     eval_episodes: int = 100
-    """episodes of the evaluation at the end, with the most probable actions; 0 for none"""
-    capture_video: bool = False
-    """record an episode at the end into the run folder"""
-    track: bool = False
-    """log to Weights & Biases too"""
-    wandb_project_name: str = "cleanmarl"
-    """Weights & Biases project"""
-    wandb_entity: str | None = None
-    """Weights & Biases team"""
-
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
-    total_timesteps: int = 1_000_000
+    total_timesteps: PositiveInt = 1_000_000
     """environment steps of the whole run, all environments together, however many agents act in each"""
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: int = 64
-    """units of each of the two hidden layers of an actor"""
-    critic_hidden_dim: int = 64
-    """units of each of the two hidden layers of a critic"""
+    hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers"""
     activation: Literal["tanh", "relu"] = "tanh"
     """of the hidden layers; MAPPO's authors take ReLU, but tanh for simple_spread"""
-    optimizer: Literal["adam", "rmsprop"] = "adam"
-    """Adam as in mappo.py, or RMSprop with smoothing 0.99 as in the paper"""
-    learning_rate: float = 7e-4
-    """learning rate of the actors"""
-    critic_learning_rate: float = 7e-4
-    """learning rate of the critics"""
+    learning_rate: PositiveFloat = 7e-4
+    """learning rate of the actors' Adam"""
+    critic_learning_rate: PositiveFloat = 7e-4
+    """learning rate of the critics' Adam"""
     anneal_lr: bool = False
     """let the learning rates fall linearly to 0 over the run"""
-    num_envs: int = 128
+    num_envs: PositiveInt = 128
     """N, environments stepped side by side"""
-    num_steps: int = 25
+    num_steps: PositiveInt = 25
     """T, steps of each environment in one rollout"""
-    gamma: float = 0.95
-    """discount factor, in [0, 1]; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
-    gae_lambda: float = 0.95
-    """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 4
+    gamma: UnitFloat = 0.95
+    """discount factor; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
+    gae_lambda: UnitFloat = 0.95
+    """lambda of GAE"""
+    num_minibatches: PositiveInt = 4
     """minibatches of one epoch; must divide num_envs * num_steps, since the agents of a step stay together"""
-    update_epochs: int = 10
+    update_epochs: PositiveInt = 10
     """passes over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each rollout"""
-    clip_coef: float = 0.2
+    clip_coef: PositiveFloat = 0.2
     """epsilon of the clipped objective: the outer clip, of g times an agent's own ratio"""
-    inner_clip_coef: float = 0.1
+    inner_clip_coef: Annotated[float, Interval(ge=0, le=math.inf)] = 0.1
     """epsilon of the inner clip, of the product of the others' ratios; 0 for MAPPO, inf for no double clipping"""
     clip_separately: bool = False
     """clip each of the others' ratios instead of their product"""
     objective: Literal["equation", "authors"] = "equation"
     """equation 10 of the paper, or the objective of the authors' code"""
-    mix: Literal["sum", "network"] = "sum"
-    """how the agents' objectives become one: their sum, or the authors' network with non-negative weights"""
-    advantage: Literal["gae", "counterfactual"] = "gae"
-    """GAE of state values, or counterfactual advantages of the values of joint actions (TD(lambda) targets)"""
-    epsilon_start: float = 0.0
-    """share of uniformly random actions at the start, in [0, 1)"""
-    epsilon_end: float = 0.0
-    """share of uniformly random actions from --epsilon-timesteps on, in [0, 1)"""
-    epsilon_timesteps: int = 1
-    """environment steps over which that share falls linearly"""
-    value_clip_coef: float = 0.2
+    value_clip_coef: NonNegativeFloat = 0.2
     """largest change of the (normalised) value that its loss rewards; 0 for no clipping"""
-    huber_delta: float = 10.0
+    huber_delta: NonNegativeFloat = 10.0
     """error of the (normalised) value from which its loss grows linearly; 0 for the squared error"""
-    ent_coef: float = 0.01
+    ent_coef: NonNegativeFloat = 0.01
     """weight of the entropy bonus"""
-    max_grad_norm: float = 10.0
+    max_grad_norm: PositiveFloat = 10.0
     """largest norm of the gradient of a network"""
     normalize_value: bool = True
     """let critics predict normalised returns, by the running mean and deviation (PopArt)"""
@@ -118,213 +86,104 @@ class Args:
 
 
 def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
-    """The environments of a run; UsageError if their actions are continuous."""
-    envs = make(args.env_id, num_envs, **options)
-    message = (
-        f"coppo.py needs discrete actions and those of {args.env_id} are continuous; try mappo_continuous_action.py"
-    )
-    check(not envs.continuous, message)
-    return envs
+    """The environments of a run, with discrete actions."""
+    return make(args.env_id, num_envs, discrete=True, **options)
 
 
-class StackedLinear(nn.Module):
-    """M linear layers as one batched product: (M, B, in) -> (M, B, out)."""
-
-    def __init__(self, num_networks: int, size_in: int, size_out: int, std: float = np.sqrt(2)):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_networks, size_in, size_out))
-        self.bias = nn.Parameter(torch.zeros(num_networks, 1, size_out))
-        for weight in self.weight.detach():
-            nn.init.orthogonal_(weight, std)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.baddbmm(self.bias, x, self.weight)
+def layer_init(layer: StackedLinear, std: float = np.sqrt(2)) -> StackedLinear:
+    for weight in layer.weight.detach():  # of each network
+        nn.init.orthogonal_(weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
-class PopArt(nn.Module):
-    """Mean and variance of all returns so far, for M critics that predict normalised ones (van Hasselt et al. 2016).
-
-    `update` takes in new returns (Chan et al. 1979, parallel algorithm) and adapts the critics' last layer to them so
-    that every value stays what it was, in the unit of the returns.
-    """
-
-    def __init__(self, num_networks: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(1, num_networks))
-        self.register_buffer("var", torch.ones(1, num_networks))
-        self.register_buffer("count", torch.zeros(()))
+class PopArt(RunningMeanStd):
+    """Mean and deviation of all returns so far, for critics that predict normalised ones (van Hasselt et al. 2016)."""
 
     @property
     def std(self) -> torch.Tensor:
         return self.var.clamp(min=1e-2).sqrt()  # the floor of the official implementation
 
     @torch.no_grad()
-    def update(self, mean: torch.Tensor, var: torch.Tensor, count: int, last_layer: StackedLinear) -> None:
-        """mean, var: (1, M) of `count` new returns of each network."""
+    def update(self, return_: torch.Tensor, last_layer: StackedLinear) -> None:
+        """Take in return_ (R, A), and adapt the critics' last layer so that every value stays what it was."""
         old_mean, old_std = self.mean.clone(), self.std
-        total, delta = self.count + count, mean - self.mean
-        spread = self.var * self.count + var * count + delta.square() * self.count * count / total
-        self.mean += delta * count / total
-        self.var.copy_(spread / total)
-        self.count.copy_(total)
-        last_layer.weight *= (old_std / self.std).view(-1, 1, 1)
-        last_layer.bias *= (old_std / self.std).view(-1, 1, 1)
-        last_layer.bias += ((old_mean - self.mean) / self.std).view(-1, 1, 1)
-
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return (x - self.mean) / self.std
-
-    def denormalize(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.std + self.mean
-
-
-class MixingNetwork(nn.Module):
-    """One number from those of all agents, with non-negative weights and a bias that depend on the state (QMIX's form).
-
-    As in the authors' code nothing trains it: the objective has no maximum over its parameters.
-    """
-
-    def __init__(self, num_agents: int, state_size: int, hidden: int = 32):
-        super().__init__()
-        self.weight1, self.bias1 = nn.Linear(state_size, num_agents * hidden), nn.Linear(state_size, hidden)
-        self.weight2 = nn.Linear(state_size, hidden)
-        self.bias2 = nn.Sequential(nn.Linear(state_size, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        self.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """x (R, A), state (R, S) -> (R, 1)."""
-        weight1 = self.weight1(state).abs().view(*x.shape, -1)  # (R, A, hidden)
-        hidden = F.elu((x[..., None] * weight1).sum(1) + self.bias1(state))
-        return (hidden * self.weight2(state).abs()).sum(1, keepdim=True) + self.bias2(state)
+        super().update(return_[..., None])
+        last_layer.weight *= (old_std / self.std)[..., None]
+        last_layer.bias *= (old_std / self.std)[..., None]
+        last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
 
 
 class Agent(nn.Module):
-    """The policies and critics of all agents, and the returns' normaliser: M = 1 network shared by all, or M = A.
+    """The policies and critics of all agents, with one network that serves all of them, or one for each.
 
-    Arrays have the agents as second axis, (R, A, ...) with R rows: the agents of one step stay side by side. Inside,
-    `by_network` brings them to (M, B, ...), where B = R * A rows of the shared network, or R rows of each agent.
+    Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side.
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        self.num_agents, self.shared = envs.num_agents, args.share_parameters
-        self.ids = np.eye(self.num_agents, dtype=np.float32)
-        num_networks = 1 if self.shared else self.num_agents
-        obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
-        num_actions, hidden, critic_hidden = int(envs.action_sizes.max()), args.hidden_dim, args.critic_hidden_dim
-        self.counterfactual, self.one_hot = args.advantage == "counterfactual", np.eye(num_actions, dtype=np.float32)
-        others_size = self.num_agents * num_actions if self.counterfactual else 0
+        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        M = 1 if args.share_parameters else A  # networks
+        obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
+        # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
+        ids = AgentIds(A) if args.share_parameters else nn.Identity()
         activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
         self.actor = nn.Sequential(
-            StackedLinear(num_networks, obs_size, hidden),
+            ids,
+            layer_init(StackedLinear(M, obs_size, hidden)),
             activation(),
-            StackedLinear(num_networks, hidden, hidden),
+            layer_init(StackedLinear(M, hidden, hidden)),
             activation(),
-            StackedLinear(num_networks, hidden, num_actions, std=0.01),
+            layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
         )
         self.critic = nn.Sequential(
-            StackedLinear(num_networks, envs.state_size + obs_size + others_size, critic_hidden),
+            ids,
+            layer_init(StackedLinear(M, envs.state_size + obs_size, hidden)),
             activation(),
-            StackedLinear(num_networks, critic_hidden, critic_hidden),
+            layer_init(StackedLinear(M, hidden, hidden)),
             activation(),
-            StackedLinear(num_networks, critic_hidden, num_actions if self.counterfactual else 1, std=1.0),
+            layer_init(StackedLinear(M, hidden, 1), std=1.0),
         )
-        self.value_stats = PopArt(num_networks) if args.normalize_value else None
-        self.mixing = MixingNetwork(self.num_agents, envs.state_size) if args.mix == "network" else None
-        self.epsilon = 0.0  # share of random actions, which `main` sets
+        self.value_stats = PopArt(M, 1) if args.normalize_value else None
+        self.share_parameters, self.may_die = args.share_parameters, envs.may_die
 
-    def by_network(self, x):
-        """(R, A, ...) -> (M, B, ...)."""
-        return x.reshape(1, -1, *x.shape[2:]) if self.shared else x.swapaxes(0, 1)
+    def logits(self, obs: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """Logits (R, A, K), illegal ones far below; obs (R, A, D), action_mask (R, A, K)."""
+        return self.actor(obs).masked_fill(~action_mask, -1e8)  # detail ippo-3: illegal actions
 
-    def by_agent(self, x):
-        """(M, B, ...) -> (R, A, ...)."""
-        return x.reshape(-1, self.num_agents, *x.shape[2:]) if self.shared else x.swapaxes(0, 1)
+    def normalized_value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        """Values (R, A) as the critics predict them; state (R, S), obs (R, A, D), alive (R, A)."""
+        state = state[:, None]  # (R, 1, S)
+        if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
+            state, obs = state * alive[..., None], obs * alive[..., None]
+        return self.critic((state, obs)).squeeze(-1)  # detail mappo-2: from the state and the own observation
+
+    def value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        """Values (R, A) in the unit of the returns."""
+        value = self.normalized_value(state, obs, alive)
+        return value if self.value_stats is None else self.value_stats.denormalize(value[..., None]).squeeze(-1)
 
     def mean(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Weighted mean over each network's samples: x, weight (R, A) -> (1, 1) if shared, else (1, A)."""
-        axes = (0, 1) if self.shared else (0,)
-        return (x * weight).sum(axes, keepdim=True) / weight.sum(axes, keepdim=True).clamp(min=1)
-
-    def features(self, obs: np.ndarray) -> np.ndarray:
-        """What the actors see: obs (R, A, D), with ids if they are shared."""
-        ids = [np.broadcast_to(self.ids, (len(obs), *self.ids.shape))] if self.shared else []
-        return np.concatenate([obs, *ids], axis=-1)
-
-    def critic_input(self, state: np.ndarray, obs: np.ndarray, alive: np.ndarray, action: np.ndarray):
-        """What the critics see: state (R, S), features (R, A, D) and alive (R, A): the dead see zeros and their ids.
-
-        A critic of joint actions also sees those of the other agents: action (R, A) one-hot, zeros for the agent's own.
-        """
-        if self.counterfactual:
-            one_hot = self.one_hot[action] * alive[..., None]
-            others = one_hot[:, None] * (1 - self.ids)[:, :, None]  # (R, A, A, K)
-            obs = np.concatenate([obs, others.reshape(*alive.shape, -1)], axis=-1)
-        seen = state, self.features(obs * alive[..., None]), alive.astype(np.float32)
-        return tuple(torch.from_numpy(x).to(self.critic[0].weight.device) for x in seen)
-
-    def logits(self, features: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
-        """Logits (R, A, K), illegal ones far below, of the policies that act: with their share of random actions."""
-        logits = self.by_agent(self.actor(self.by_network(features))).masked_fill(~action_mask, -1e8)
-        if self.epsilon > 0:
-            uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
-            probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform
-            logits = probs.clamp(min=1e-30).log()
-        return logits
-
-    def normalized_values(self, state: torch.Tensor, features: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-        """Values as the critics predict them: (R, A, 1) of the state, or (R, A, K) of each action, given the others.
-
-        A shared first layer reads the state, which may be large, once for all agents: W [s, x] = W_s s + W_x x.
-        """
-        first, rest = self.critic[0], self.critic[1:]
-        of_state = (state @ first.weight[:, : state.shape[-1]]).swapaxes(0, 1)  # (R, M, H)
-        of_agent = torch.baddbmm(first.bias, self.by_network(features), first.weight[:, state.shape[-1] :])
-        hidden = self.by_agent(of_agent) + of_state * alive[..., None]
-        return self.by_agent(rest(self.by_network(hidden)))
-
-    def values(self, *critic_input: torch.Tensor) -> torch.Tensor:
-        """The same in the unit of the returns."""
-        values = self.normalized_values(*critic_input)
-        if self.value_stats is None:
-            return values
-        return self.value_stats.denormalize(values.movedim(-1, 0)).movedim(0, -1)
-
-    def of_action(self, values: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """Values (R, A) of the state, or of the joint action (R, A) taken in it."""
-        return (values.gather(-1, action[..., None]) if self.counterfactual else values).squeeze(-1)
-
-
-def numpy_actor(agent: Agent):
-    """The actors as a NumPy function, features (R, A, D) -> logits (R, A, K).
-
-    For the few rows of one step it takes a quarter of torch's time. Who changes the network changes it here too.
-    """
-    w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
-    activation = np.tanh if isinstance(agent.actor[1], nn.Tanh) else lambda x: np.maximum(x, 0)
-
-    def actor(features: np.ndarray) -> np.ndarray:
-        x = agent.by_network(features)
-        return agent.by_agent(activation(activation(x @ w1 + b1) @ w2 + b2) @ w3 + b3)
-
-    return actor
-
-
-def gumbel_noise(*shape: int) -> np.ndarray:
-    """Noise that makes argmax(logits + noise) a sample of softmax(logits), from torch's generator."""
-    return -torch.empty(shape).exponential_().log().numpy()
+        """Weighted mean over each network's samples: x, weight (R, A) -> (1,) if it is shared, else (A,)."""
+        axes = (0, 1) if self.share_parameters else 0
+        return ((x * weight).sum(axes) / weight.sum(axes).clamp(min=1)).view(-1)
 
 
 def make_policy(agent: Agent, greedy: bool = True):
     """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples."""
-    actor = numpy_actor(agent)
+    actor = as_numpy(agent.actor)
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
-        logits = actor(agent.features(obs))
+        logits = actor(obs)
         noise = 0 if greedy else gumbel_noise(*logits.shape)
         return np.where(info["action_mask"], logits + noise, -np.inf).argmax(-1)
 
     return policy
+
+
+def gumbel_noise(*shape: int) -> np.ndarray:
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
+    return -torch.empty(shape).exponential_().log().numpy()
 
 
 class Rollout(NamedTuple):
@@ -335,6 +194,7 @@ class Rollout(NamedTuple):
     action_mask: np.ndarray  # (T, N, A, K) bool, True = legal
     agent_mask: np.ndarray  # (T, N, A) bool, True = alive
     action: np.ndarray  # (T, N, A) int64
+    log_prob: np.ndarray  # (T, N, A) float32, of the policy that acted
     reward: np.ndarray  # (T, N, A) float32
     done: np.ndarray  # (T, N, A) bool, the episode ended with this step
 
@@ -354,38 +214,19 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
 
 
 @torch.no_grad()
-def bootstrap(agent: Agent, state: np.ndarray, obs: np.ndarray, alive: np.ndarray, action_mask: np.ndarray):
-    """Values (R, A) of what follows a rollout or an episode; of joint actions: of a sample of what the agents would do.
-
-    state (R, S), obs (R, A, D), alive (R, A), action_mask (R, A, K).
-    """
-    device, action = next(agent.parameters()).device, np.zeros(alive.shape, np.int64)
-    if agent.counterfactual:
-        logits = agent.logits(
-            torch.from_numpy(agent.features(obs)).to(device), torch.from_numpy(action_mask).to(device)
-        )
-        action = (logits.cpu().numpy() + gumbel_noise(*logits.shape)).argmax(-1)
-    values = agent.values(*agent.critic_input(state, obs, alive, action))
-    return agent.of_action(values, torch.from_numpy(action).to(device)).cpu().numpy()
-
-
-@torch.no_grad()
 def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, args: Args, run: Run):
     """Step the environments for one rollout from `start`, the (obs, info) before it; returns the (obs, info) after it.
 
-    Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
+    Values are not needed meanwhile: they follow for the whole rollout in one batch.
     """
-    actor, noise = numpy_actor(agent), gumbel_noise(*rollout.action_mask.shape)
-    if agent.epsilon > 0:
-        at_random = torch.rand(*rollout.action.shape, 1).numpy() < agent.epsilon
+    actor, noise = as_numpy(agent.actor), gumbel_noise(*rollout.action_mask.shape)
+    logits = np.empty_like(noise)  # (T, N, A, K)
     obs, info = start
     for t in range(args.num_steps):
         rollout.obs[t], rollout.state[t] = obs, info["state"]
         rollout.action_mask[t], rollout.agent_mask[t] = info["action_mask"], info["agent_mask"]
-        logits = actor(agent.features(obs))
-        if agent.epsilon > 0:
-            logits = np.where(at_random[t], 0, logits)
-        rollout.action[t] = np.where(rollout.action_mask[t], logits + noise[t], -np.inf).argmax(-1)
+        logits[t] = np.where(info["action_mask"], actor(obs), -1e8)
+        rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
 
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
         # Death is no end: a dead agent earns what the living do on average, and its critic knows that it is dead.
@@ -397,17 +238,24 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             run.log_episodes(info)
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
-                final = info["final_state"][cut], info["final_obs"][cut], info["final_agent_mask"][cut]
-                rollout.reward[t, cut] += args.gamma * bootstrap(agent, *final, info["final_action_mask"][cut])
+                final = (info[key][cut] for key in ("final_state", "final_obs", "final_agent_mask"))
+                rollout.reward[t, cut] += args.gamma * agent.value(*to_tensors(agent, *final)).cpu().numpy()
+    log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
+    rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs, info
+
+
+def to_tensors(agent: Agent, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """Arrays as float32 tensors where the agent is."""
+    device = next(agent.parameters()).device
+    return [torch.from_numpy(x).to(device, torch.float32) for x in arrays]
 
 
 class Batch(NamedTuple):
     """A rollout as the networks learn from it, tensors (R, A, ...) with a row for each step of each environment."""
 
-    features: torch.Tensor  # (R, A, D) what the actors see
-    state: torch.Tensor  # (R, S) what the critics see
-    critic_features: torch.Tensor  # (R, A, D) and this
+    obs: torch.Tensor  # (R, A, D)
+    state: torch.Tensor  # (R, S)
     action_mask: torch.Tensor  # (R, A, K)
     alive: torch.Tensor  # (R, A) 1.0 for living agents, 0.0 for the rest
     action: torch.Tensor  # (R, A)
@@ -419,37 +267,24 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: dict, args: Args) -> Batch:
-    """Log-probabilities, values, advantages, returns of a rollout; next_obs, next_info are what the last step gave."""
+    """Values, advantages and returns of a rollout; next_obs and next_info are what its last step gave."""
     device = next(agent.parameters()).device
-    rows = Rollout(*(x.reshape(-1, *x.shape[2:]) for x in rollout))  # (T * N, ...)
-
-    def to_tensor(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(x).to(device)
-
-    features = to_tensor(agent.features(rows.obs))
-    state, critic_features, alive = agent.critic_input(rows.state, rows.obs, rows.agent_mask, rows.action)
-    action_mask, action = to_tensor(rows.action_mask), to_tensor(rows.action)
-    log_probs = agent.logits(features, action_mask).log_softmax(-1)
-    log_prob = log_probs.gather(-1, action[..., None]).squeeze(-1)
-    values = agent.values(state, critic_features, alive)
-    value = agent.of_action(values, action)
-    values_taken, following = value.view(rollout.reward.shape).cpu().numpy(), (next_info["state"], next_obs)
-    next_value = bootstrap(agent, *following, next_info["agent_mask"], next_info["action_mask"])
-    advantage = gae(rollout.reward, values_taken, next_value, rollout.done, args.gamma, args.gae_lambda)
-    advantage = to_tensor(advantage.reshape(rows.reward.shape).astype(np.float32))
+    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    alive = rows.agent_mask.float()
+    value = agent.value(rows.state, rows.obs, alive)
+    following = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"])
+    next_value = agent.value(*following).cpu().numpy()
+    values = value.view(rollout.reward.shape).cpu().numpy()
+    advantage = gae(rollout.reward, values, next_value, rollout.done, args.gamma, args.gae_lambda)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
     return_ = advantage + value
-    if agent.counterfactual:  # how much better the action was than those the agent would have taken instead
-        advantage = value - (log_probs.exp() * values).sum(-1)
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
-        everyone = torch.ones_like(alive)
-        mean = agent.mean(return_, everyone)
-        var = agent.mean((return_ - mean).square(), everyone)
-        agent.value_stats.update(mean, var, return_.numel() // mean.numel(), agent.critic[-1])
-        return_, value = agent.value_stats.normalize(return_), agent.value_stats.normalize(value)
-    if args.norm_adv:
+        agent.value_stats.update(return_, agent.critic[-1])  # detail mappo-1: PopArt
+        return_, value = (agent.value_stats.normalize(x[..., None]).squeeze(-1) for x in (return_, value))
+    if args.norm_adv:  # detail mappo-6: advantages are normalised over the rollout, not per minibatch
         advantage = advantage - agent.mean(advantage, alive)
         advantage = advantage / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)
-    return Batch(features, state, critic_features, action_mask, alive, action, log_prob, advantage, return_, value)
+    return Batch(rows.obs, rows.state, rows.action_mask, alive, rows.action, rows.log_prob, advantage, return_, value)
 
 
 def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
@@ -460,50 +295,49 @@ def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, 
         # in logarithms, so that rounding changes no product of ratios of which none is clipped
         log_clipped = torch.clamp(log_ratio, *(math.log(x) if x > 0 else -math.inf for x in (low, high)))
         return product, (log_clipped.sum(1, keepdim=True) - log_clipped).exp()
-    return product, torch.clamp(product, low, high)
+    return product, torch.clamp(product, low, high)  # detail coppo-2: double clipping, this is the inner one
 
 
-def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The loss of the actors, summed over those that share no parameter, and diagnostics.
+def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of the actors, summed over those that share no parameter, and diagnostics by name.
 
-    Diagnostics, means over the networks: policy loss, entropy, approximate KL divergence, fractions clipped by the
-    outer and by the inner clip, variance of the product of the others' ratios.
+    A diagnostic is the mean over the networks.
     """
-    log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1)
+    log_probs = agent.logits(batch.obs, batch.action_mask).log_softmax(-1)
     log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
-    log_ratio = (log_prob - batch.log_prob) * batch.alive  # 0 for dead agents: they leave the product alone
+    log_ratio = (log_prob - batch.log_prob) * batch.alive  # detail ippo-4: the dead add nothing; their ratio is 1
     ratio = log_ratio.exp()
     if args.objective == "equation":
         others, g = ratio_of_others(log_ratio.detach(), args)
-        unclipped = inner = g * ratio
-    else:
+        unclipped = inner = g * ratio  # detail coppo-1: the others' ratios weigh an agent's own
+    else:  # detail coppo-4: the objective of the authors' code
         others, g = ratio_of_others(log_ratio, args)
         unclipped, inner = others * ratio, g * ratio
     outer = torch.clamp(inner, 1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.min(batch.advantage * unclipped, batch.advantage * outer)
-    if agent.mixing is None:
-        policy_loss = -agent.mean(surrogate, batch.alive)
-    else:
-        policy_loss = -agent.mixing(surrogate * batch.alive, batch.state).mean(0, keepdim=True)
+    policy_loss = -agent.mean(surrogate, batch.alive)
     entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
 
+    loss = (policy_loss - args.ent_coef * entropy).sum()
     with torch.no_grad():
-        approx_kl = agent.mean(ratio - 1 - log_ratio, batch.alive)
-        outer_clipfrac = agent.mean((inner != outer).float(), batch.alive)
-        inner_clipfrac = agent.mean((others != g).float(), batch.alive)
-        product_var = agent.mean((others - agent.mean(others, batch.alive)).square(), batch.alive)
-        stats = (policy_loss, entropy, approx_kl, outer_clipfrac, inner_clipfrac, product_var)
-        stats = [x.mean() for x in stats]
-    return policy_loss.sum() - args.ent_coef * entropy.sum(), stats
+        spread = (others - agent.mean(others, batch.alive)).square()
+        stats = {
+            "policy_loss": policy_loss.mean(),
+            "entropy": entropy.mean(),
+            "approx_kl": agent.mean(ratio - 1 - log_ratio, batch.alive).mean(),
+            "outer_clipfrac": agent.mean((inner != outer).float(), batch.alive).mean(),
+            "inner_clipfrac": agent.mean((others != g).float(), batch.alive).mean(),
+            "ratio_product_var": agent.mean(spread, batch.alive).mean(),
+        }
+    return loss, stats
 
 
 def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
-    """The loss (1, M) of each critic."""
-    new_values = agent.normalized_values(batch.state, batch.critic_features, batch.alive)
-    new_value = agent.of_action(new_values, batch.action)
+    """The loss (1,) or (A,) of each critic."""
+    new_value = agent.normalized_value(batch.state, batch.obs, batch.alive)
     delta = args.huber_delta or float("inf")
-    value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)
-    if args.value_clip_coef > 0:
+    value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)  # detail mappo-4: Huber loss
+    if args.value_clip_coef > 0:  # detail mappo-5: the larger of the errors with and without clipping
         clipped_value = batch.value + torch.clamp(new_value - batch.value, -args.value_clip_coef, args.value_clip_coef)
         clipped_error = F.huber_loss(clipped_value, batch.return_, reduction="none", delta=delta)
         value_error = torch.max(value_error, clipped_error)
@@ -511,96 +345,64 @@ def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
     return agent.mean(value_error, torch.ones_like(batch.alive))
 
 
-def clipped_gradient(loss: torch.Tensor, network: nn.Module, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient (M, P) of a loss, no row of which is longer than max_norm, and the mean length before that."""
-    gradient = torch.cat([g.flatten(1) for g in torch.autograd.grad(loss, list(network.parameters()))], dim=1)
-    norm = gradient.norm(dim=1, keepdim=True)  # (M, 1), of each network
-    return gradient * (max_norm / (norm + 1e-6)).clamp(max=1), norm.mean()
-
-
-def stack_parameters(network: nn.Module) -> torch.Tensor:
-    """Put the parameters of the M networks of a stack into the rows of one tensor (M, P), for the optimizer.
-
-    The network's parameters become views of it: what changes the rows changes the network.
-    """
-    parameters = list(network.parameters())  # each (M, ...)
-    rows = torch.cat([p.detach().flatten(1) for p in parameters], dim=1)
-    for p, values in zip(parameters, rows.split([p[0].numel() for p in parameters], dim=1)):
-        p.data = values.view_as(p)
-    return rows
-
-
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
+def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     num_rows = len(batch.action)
-    actors, (critics,) = (group["params"] for group in optimizer.param_groups)  # M times (1, P), and once (M, P')
     all_stats = []
     for _ in range(args.update_epochs):
         minibatches = [batch]
-        if args.num_minibatches > 1:
+        if args.num_minibatches > 1:  # detail mappo-8: the agents of a step stay together
             order = torch.randperm(num_rows, device=batch.action.device)
             parts = [x[order].split(num_rows // args.num_minibatches) for x in batch]
             minibatches = map(Batch._make, zip(*parts))
         for minibatch in minibatches:
-            value_loss = critic_loss(agent, minibatch, args)
-            critics.grad, critic_norm = clipped_gradient(value_loss.sum(), agent.critic, args.max_grad_norm)
-            for m in range(len(actors)):  # Algorithm 1: one network after another, with the others' newest ratios
+            value_loss, norms = critic_loss(agent, minibatch, args), {}
+            # detail coppo-3: one actor after another, with the others' newest ratios (Algorithm 1)
+            for turn in range(len(actors)):
                 loss, stats = actor_loss(agent, minibatch, args)
-                gradient, actor_norm = clipped_gradient(loss, agent.actor, args.max_grad_norm)
-                actors[m].grad = gradient.chunk(len(actors))[m]
+                agent.zero_grad()
+                if turn == 0:  # all but the actors steps once
+                    (loss + value_loss.sum()).backward()
+                else:
+                    loss.backward(inputs=list(agent.actor.parameters()))
+                norms |= clip_grad_norms_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
+                actors.take_gradients(active=[turn])
                 optimizer.step()
-                optimizer.zero_grad()  # to None: what has no gradient is left alone
-                all_stats.append(torch.stack([value_loss.detach().mean(), *stats, actor_norm, critic_norm]))
-    names = ["value_loss", "policy_loss", "entropy", "approx_kl", "outer_clipfrac", "inner_clipfrac"]
-    names += ["ratio_product_var", "actor_gradients", "critic_gradients"]
-    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+                stats |= {"value_loss": value_loss.detach().mean()}
+                all_stats.append(stats | {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]})
+    metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
     metrics["train/explained_variance"] = (1 - (return_ - value).var() / return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 
-def check_args(args: Args) -> None:
-    """What can be checked without the environment; raises UsageError."""
-    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads", "hidden_dim")
-    check_positive(args, "critic_hidden_dim", "epsilon_timesteps")
-    check_positive(args, "learning_rate", "critic_learning_rate", "checkpoint_interval", "max_grad_norm", "clip_coef")
-    for name in ("gamma", "gae_lambda"):
-        check(0 <= getattr(args, name) <= 1, f"--{name.replace('_', '-')} must be in [0, 1], not {getattr(args, name)}")
-    for name in ("epsilon_start", "epsilon_end"):
-        check(0 <= getattr(args, name) < 1, f"--{name.replace('_', '-')} must be in [0, 1), not {getattr(args, name)}")
-    for name in ("value_clip_coef", "huber_delta", "inner_clip_coef"):
-        check(getattr(args, name) >= 0, f"--{name.replace('_', '-')} must be at least 0, not {getattr(args, name)}")
-    steps = args.num_envs * args.num_steps
-    message = f"{steps} steps of a rollout are not divisible by --num-minibatches {args.num_minibatches}"
-    check(steps % args.num_minibatches == 0, message)
-    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps} steps"
-    check(args.total_timesteps >= steps, message)
-
-
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    check_args(args)
-    device = find_device(args.device)
-    seed_everything(args.seed, args.torch_threads)
-    envs = make_envs(args, args.num_envs)
-    T, N = args.num_steps, args.num_envs
-    (A, D), S, K = envs.single_observation_space.shape, envs.state_size, envs.real_actions.shape[1]
-    steps_per_update = T * N
+    steps_per_update = args.num_envs * args.num_steps
+    message = f"{steps_per_update} steps of a rollout are not divisible by --num-minibatches {args.num_minibatches}"
+    check(steps_per_update % args.num_minibatches == 0, message)
+    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps_per_update} steps"
+    check(args.total_timesteps >= steps_per_update, message)
+    device = set_up(args)
 
+    envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    learning_rates = [args.learning_rate, args.critic_learning_rate]
-    parameters = [list(stack_parameters(agent.actor).split(1)), [stack_parameters(agent.critic)]]
-    groups = [{"params": p, "lr": lr} for p, lr in zip(parameters, learning_rates)]
-    if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
-    else:
-        optimizer = torch.optim.RMSprop(groups, alpha=0.99, eps=1e-5)
+    actors = Networks(agent.actor, 1 if args.share_parameters else envs.num_agents)
+    of_networks = {*agent.actor.parameters(), *agent.critic.parameters()}
+    others = [p for p in agent.parameters() if p not in of_networks]
+    groups = [
+        {"params": [*itertools.chain(*actors), *others], "lr": args.learning_rate},
+        {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},
+    ]
+    optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
+    T, N, A, K = args.num_steps, args.num_envs, *envs.real_actions.shape
     rollout = Rollout(
-        obs=np.zeros((T, N, A, D), np.float32),
-        state=np.zeros((T, N, S), np.float32),
+        obs=np.zeros((T, N, *envs.single_observation_space.shape), envs.single_observation_space.dtype),
+        state=np.zeros((T, N, envs.state_size), np.float32),
         action_mask=np.zeros((T, N, A, K), bool),
         agent_mask=np.zeros((T, N, A), bool),
         action=np.zeros((T, N, A), np.int64),
+        log_prob=np.zeros((T, N, A), np.float32),
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
     )
@@ -610,17 +412,15 @@ def main(args: Args) -> Path:
         now = envs.reset(seed=args.seed + run.step)
         for iteration in range(run.step // steps_per_update, num_updates):
             if args.anneal_lr:
-                for group, lr in zip(optimizer.param_groups, learning_rates):
-                    group["lr"] = lr * (1 - iteration / num_updates)
+                remaining = 1 - iteration / num_updates
+                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
 
-            progress = min(run.step / args.epsilon_timesteps, 1)
-            agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
             now = collect(agent, envs, now, rollout, args, run)
             run.step += steps_per_update
             batch = estimate(agent, rollout, *now, args)
-            metrics = update(agent, optimizer, batch, args)
-            learning_rate = optimizer.param_groups[0]["lr"]
-            run.log(metrics | {"train/learning_rate": learning_rate, "train/epsilon": agent.epsilon})
+            metrics = update(agent, actors, optimizer, batch, args)
+            run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -258,7 +258,7 @@ class Networks:
         self.stacked = [p for layer in layers for p in layer.parameters(recurse=False)]
         of_stacks = set(self.stacked)
         self.shared = [p for p in module.parameters() if p not in of_stacks]
-        self.views = [[p.detach()[m] for p in self.stacked] for m in range(num_networks)]
+        self.views = [[p.detach().chunk(num_networks)[m] for p in self.stacked] for m in range(num_networks)]
 
     def __len__(self) -> int:
         return len(self.views)
@@ -270,7 +270,7 @@ class Networks:
         """Give the networks in `active` the gradients of the module, and the others none: they are left alone."""
         for m, views in enumerate(self.views):
             for p, view in zip(self.stacked, views):
-                view.grad = p.grad[m] if m in active and p.grad is not None else None
+                view.grad = p.grad.chunk(len(self))[m] if m in active and p.grad is not None else None
         if 0 not in active:
             for p in self.shared:
                 p.grad = None
