@@ -19,91 +19,60 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
-from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
+from cleanmarl.layers import as_numpy
+from cleanmarl.run import Run
 
 
 @dataclass
-class Args:
-    seed: int = 1
-    """seed of the networks, the policy's samples, the minibatches and the environments"""
-    device: str = "cpu"
-    """torch device: cpu, cuda, cuda:1, mps; small networks are fastest on the CPU"""
-    torch_threads: int = 1
-    """threads of torch on the CPU"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    checkpoint_interval: int = 100_000
-    """environment steps between two checkpoints; there is always one at the end"""
-    resume: Path | None = None
-    """run folder to continue; --total-timesteps may be raised"""
-    eval_episodes: int = 20
-    """episodes of the evaluation at the end, with the most probable action; 0 for none"""
-    capture_video: bool = False
-    """record an episode at the end into the run folder"""
-    track: bool = False
-    """log to Weights & Biases too"""
-    wandb_project_name: str = "cleanmarl"
-    """Weights & Biases project"""
-    wandb_entity: str | None = None
-    """Weights & Biases team"""
-
+class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """any Gymnasium id with Box or Discrete observations and Box actions"""
-    total_timesteps: int = 1_000_000
+    total_timesteps: PositiveInt = 1_000_000
     """environment steps of the whole run, all environments together"""
 
-    learning_rate: float = 3e-4
+    learning_rate: PositiveFloat = 3e-4
     """learning rate of Adam"""
-    num_envs: int = 1
+    num_envs: PositiveInt = 1
     """N, environments stepped side by side"""
-    num_steps: int = 2048
+    num_steps: PositiveInt = 2048
     """T, steps of each environment in one rollout"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
-    gamma: float = 0.99
-    """discount factor, in [0, 1]"""
-    gae_lambda: float = 0.95
-    """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 32
+    gamma: UnitFloat = 0.99
+    """discount factor"""
+    gae_lambda: UnitFloat = 0.95
+    """lambda of GAE"""
+    num_minibatches: PositiveInt = 32
     """minibatches of one epoch; must divide num_envs * num_steps"""
-    update_epochs: int = 10
+    update_epochs: PositiveInt = 10
     """passes over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
-    clip_coef: float = 0.2
+    clip_coef: PositiveFloat = 0.2
     """epsilon of the clipped objective"""
     anneal_clip_coef: bool = False
     """let clip_coef fall linearly to 0 over the run"""
     clip_vloss: bool = True
     """clip the change of the value by clip_coef too"""
-    ent_coef: float = 0.0
+    ent_coef: NonNegativeFloat = 0.0
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: PositiveFloat = 0.5
     """largest norm of the gradient of all parameters together"""
-    target_kl: float | None = None
+    target_kl: PositiveFloat | None = None
     """stop the epochs of an update once the approximate KL divergence exceeds this"""
     time_limit_bootstrap: bool = False
     """at a time limit add gamma V(final observation) to the reward; the official implementation does not"""
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
-    """The environments of a run, with vectors as observations (Discrete ones one-hot); UsageError for other spaces."""
-
-    def flatten(env: gym.Env) -> gym.Env:
-        obs_space, action_space = env.observation_space, env.action_space
-        message = f"needs Box actions and {args.env_id} has {action_space}; try ppo.py"
-        check(isinstance(action_space, gym.spaces.Box) and len(action_space.shape) == 1, message)
-        message = f"needs Box or Discrete observations and {args.env_id} has {obs_space}"
-        check(isinstance(obs_space, gym.spaces.Box | gym.spaces.Discrete), message)
-        is_vector = isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 1
-        env = env if is_vector else gym.wrappers.FlattenObservation(env)
-        # detail continuous-5: the environment clips the action to its range, the rollout keeps the original
-        return gym.wrappers.ClipAction(env)
-
-    return make_gymnasium(args.env_id, num_envs, wrappers=[flatten], **options)
+    """The environments of a run, with vectors as observations."""
+    # detail continuous-5: the environment clips the action to its range, the rollout keeps the original
+    wrappers = [gym.wrappers.ClipAction]
+    return make_gymnasium(args.env_id, num_envs, discrete=False, vectors=True, wrappers=wrappers, **options)
 
 
 def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
@@ -178,21 +147,13 @@ class Agent(nn.Module):
         return reward.clip(-10, 10)
 
 
-def numpy_actor(agent: Agent):
-    """The actor of now in NumPy, a quarter of torch's time for few rows; who changes the network changes it here."""
-    w1, b1, w2, b2, w3, b3 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
-    return lambda obs: np.tanh(np.tanh(obs @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
-
-
 def make_policy(agent: Agent, greedy: bool = True):
     """The agent as a function of (obs, info, done) for `evaluate`: the mean action, or a sample."""
-    device = next(agent.parameters()).device
+    actor, std = as_numpy(agent.actor), agent.log_std.detach().exp().cpu().numpy()
 
-    @torch.no_grad()
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
-        mean = agent.actor(torch.from_numpy(agent.normalize_obs(obs)).to(device))
-        action = mean if greedy else torch.normal(mean, agent.log_std.exp())
-        return action.cpu().numpy()
+        mean = actor(agent.normalize_obs(obs))
+        return mean if greedy else mean + std * torch.randn(mean.shape).numpy()
 
     return policy
 
@@ -202,6 +163,7 @@ class Rollout(NamedTuple):
 
     obs: np.ndarray  # (T, N, D) float32, normalised
     action: np.ndarray  # (T, N, K) float32, as sampled
+    log_prob: np.ndarray  # (T, N) float32, of the policy that acted
     reward: np.ndarray  # (T, N) float32, scaled
     done: np.ndarray  # (T, N) bool, the episode ended with this step
 
@@ -233,14 +195,16 @@ def gaussian_log_prob(action: torch.Tensor, mean: torch.Tensor, log_std: torch.T
 def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: Rollout, args: Args, run: Run):
     """Step the environments for one rollout, starting from normalised `obs`; returns the one that follows it.
 
-    Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
+    Values are not needed meanwhile: they follow for the whole rollout in one batch.
     """
     device = next(agent.parameters()).device
-    actor = numpy_actor(agent)
+    actor = as_numpy(agent.actor)
     noise = (agent.log_std.exp() * torch.randn(rollout.action.shape, device=device)).cpu().numpy()
+    mean = np.empty_like(noise)  # (T, N, K)
     for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
-        rollout.action[t] = actor(rollout.obs[t]) + noise[t]
+        mean[t] = actor(rollout.obs[t])
+        rollout.action[t] = mean[t] + noise[t]
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
         agent.running_return = agent.running_return * args.gamma + reward
@@ -255,6 +219,8 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.from_numpy(agent.normalize_obs(info["final_obs"][n])).to(device)
                     rollout.reward[t, n] += args.gamma * agent.critic(final_obs).item()
+    action, log_std = torch.from_numpy(rollout.action), agent.log_std.cpu()
+    rollout.log_prob[:] = gaussian_log_prob(action, torch.from_numpy(mean), log_std)
     return obs
 
 
@@ -271,11 +237,9 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
+    """Values, advantages and returns of a rollout; next_obs (N, D) is the observation that follows it."""
     device = next(agent.parameters()).device
-    obs = torch.from_numpy(rollout.obs).to(device)
-    action = torch.from_numpy(rollout.action).to(device)
-    log_prob = gaussian_log_prob(action, agent.actor(obs), agent.log_std)
+    obs, action, log_prob = (torch.from_numpy(x).to(device) for x in (rollout.obs, rollout.action, rollout.log_prob))
     value = agent.critic(obs).squeeze(-1)
     next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1)
     advantage = gae(
@@ -286,8 +250,8 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
-def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of one minibatch, and its diagnostics: policy_loss, value_loss, entropy, approx_kl, clipfrac."""
+def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one minibatch, and its diagnostics by name."""
     log_ratio = gaussian_log_prob(batch.action, agent.actor(batch.obs), agent.log_std) - batch.log_prob
     ratio = log_ratio.exp()
 
@@ -314,9 +278,13 @@ def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[
 
     # detail core-12: debug variables; the KL estimator k3 of joschu.net/blog/kl-approx.html
     with torch.no_grad():
-        approx_kl = (ratio - 1 - log_ratio).mean()
-        clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac])
+        stats = {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+        }
     return loss, stats
 
 
@@ -337,10 +305,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             optimizer.step()
             all_stats.append(stats)
         # detail aux-3: early stopping, by approx_kl
-        if args.target_kl is not None and stats[3] > args.target_kl:
+        if args.target_kl is not None and stats["approx_kl"] > args.target_kl:
             break
-    names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     # an advantage is what the value did not explain of the return
     metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
@@ -348,26 +315,22 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
 
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
-    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef", "target_kl")
-    check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     batch_size = args.num_envs * args.num_steps
     message = f"{batch_size} steps of a rollout must be a multiple (2+) of --num-minibatches {args.num_minibatches}"
     check(batch_size % args.num_minibatches == 0 and batch_size > args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
-    device = find_device(args.device)
-    seed_everything(args.seed, args.torch_threads)
+    device = set_up(args)
 
     envs = make_envs(args, args.num_envs)  # detail core-1: vectorized architecture
     agent = Agent(envs, args).to(device)
     # detail core-3: Adam's epsilon is 1e-5, not the library's 1e-8
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    T, N, D = args.num_steps, args.num_envs, envs.single_observation_space.shape[0]
-    K = envs.single_action_space.shape[0]
+    T, N = args.num_steps, args.num_envs
     rollout = Rollout(
-        obs=np.zeros((T, N, D), np.float32),
-        action=np.zeros((T, N, K), np.float32),
+        obs=np.zeros((T, N, *envs.single_observation_space.shape), np.float32),
+        action=np.zeros((T, N, *envs.single_action_space.shape), np.float32),
+        log_prob=np.zeros((T, N), np.float32),
         reward=np.zeros((T, N), np.float32),
         done=np.zeros((T, N), bool),
     )

@@ -23,71 +23,50 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs.pool import EnvPool, envpool_spec
-from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
+from cleanmarl.layers import as_numpy
+from cleanmarl.run import Run
 
 
 @dataclass
-class Args:
-    seed: int = 1
-    """seed of the networks, the policy's samples, the minibatches and the environments"""
-    device: str = "cpu"
-    """torch device: cpu, cuda, cuda:1, mps; small networks are fastest on the CPU"""
-    torch_threads: int = 1
-    """threads of torch on the CPU"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    checkpoint_interval: int = 100_000
-    """environment steps between two checkpoints; there is always one at the end"""
-    resume: Path | None = None
-    """run folder to continue; --total-timesteps may be raised"""
-    eval_episodes: int = 20
-    """episodes of the evaluation at the end, with the most probable action; 0 for none"""
-    capture_video: bool = False
-    """record an episode at the end into the run folder"""
-    track: bool = False
-    """log to Weights & Biases too"""
-    wandb_project_name: str = "cleanmarl"
-    """Weights & Biases project"""
-    wandb_entity: str | None = None
-    """Weights & Biases team"""
-
+class Args(RunArgs):
     env_id: str = "Cleaner-v0"
     """any envpool id whose actions are vectors of integers with masks: Cleaner-v0, JobShop-v0, MMST-v0, ..."""
-    total_timesteps: int = 1_000_000
+    total_timesteps: PositiveInt = 1_000_000
     """environment steps of the whole run, all environments together"""
 
-    learning_rate: float = 2.5e-4
+    learning_rate: PositiveFloat = 2.5e-4
     """learning rate of Adam"""
-    num_envs: int = 8
+    num_envs: PositiveInt = 8
     """N, environments stepped side by side"""
-    num_steps: int = 128
+    num_steps: PositiveInt = 128
     """T, steps of each environment in one rollout"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
-    gamma: float = 0.99
-    """discount factor, in [0, 1]"""
-    gae_lambda: float = 0.95
-    """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 4
+    gamma: UnitFloat = 0.99
+    """discount factor"""
+    gae_lambda: UnitFloat = 0.95
+    """lambda of GAE"""
+    num_minibatches: PositiveInt = 4
     """minibatches of one epoch; must divide num_envs * num_steps"""
-    update_epochs: int = 4
+    update_epochs: PositiveInt = 4
     """passes over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
-    clip_coef: float = 0.1
+    clip_coef: PositiveFloat = 0.1
     """epsilon of the clipped objective"""
     anneal_clip_coef: bool = False
     """let clip_coef fall linearly to 0 over the run"""
     clip_vloss: bool = True
     """clip the change of the value by clip_coef too"""
-    ent_coef: float = 0.01
+    ent_coef: NonNegativeFloat = 0.01
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: PositiveFloat = 0.5
     """largest norm of the gradient of all parameters together"""
-    target_kl: float | None = None
+    target_kl: PositiveFloat | None = None
     """stop the epochs of an update once the approximate KL divergence exceeds this"""
     time_limit_bootstrap: bool = False
     """at a time limit add gamma V(final observation) to the reward; the official implementation does not"""
@@ -101,7 +80,9 @@ class VectorObs(gym.vector.VectorWrapper):
         empty = gym.vector.utils.create_empty_array(envs.single_observation_space, n=1)
         size = self.vectors(empty).shape[1]
         self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
-        self.single_action_space = gym.spaces.MultiDiscrete(envs.single_action_space.high + 1)
+        space = envs.single_action_space
+        if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.integer):
+            self.single_action_space = gym.spaces.MultiDiscrete(space.high + 1, start=space.low)
 
     def vectors(self, obs) -> np.ndarray:
         mask = obs["action_mask"].astype(bool)  # (N, C, K), True = legal
@@ -138,9 +119,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of a run, with vectors as observations (integers one-hot); UsageError for other actions."""
     spec = envpool_spec(args.env_id)
     action_space, obs_space = spec.gymnasium_action_space, spec.gymnasium_observation_space
-    message = f"needs actions of several integers and {args.env_id} has {action_space}"
+    message = f"this script needs actions of several integers and {args.env_id} has {action_space}"
     check(np.issubdtype(action_space.dtype, np.integer) and len(action_space.shape) == 1, message)
-    message = f"needs a mask for each component of the action and {args.env_id} has none"
+    message = f"this script needs a mask for each component of the action and {args.env_id} has none"
     masks = obs_space.get("action_mask") if isinstance(obs_space, gym.spaces.Dict) else None
     check(masks is not None and masks.shape == (len(action_space.high), action_space.high.max() + 1), message)
     return VectorObs(EnvPool(args.env_id, num_envs, **options))
@@ -153,22 +134,34 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
     return layer
 
 
+class Actor(nn.Sequential):
+    """Layers that end in logits (B, C * K), given as (B, C, K); choices that are invalid now get -1e8."""
+
+    def __init__(self, choices: torch.Tensor, *layers: nn.Module):
+        super().__init__(*layers)
+        self.register_buffer("choices", choices, persistent=False)  # (C, K) bool
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        # detail aux-4: an invalid action has a logit of -1e8, and so no probability and no gradient
+        mask = obs[..., -self.choices.numel() :].unflatten(-1, self.choices.shape).bool()
+        return super().forward(obs).unflatten(-1, self.choices.shape).masked_fill(~mask, -1e8)
+
+
 class Agent(nn.Module):
-    """Policy logits `logits(obs)` (B, C, K) and state value `critic(obs)` (B, 1), for observations (B, D)."""
+    """Policy logits `actor(obs)` (B, C, K) and state value `critic(obs)` (B, 1), for observations (B, D)."""
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
-        sizes = torch.as_tensor(envs.single_action_space.nvec)
-        # (C, K): which choices each component has, up to the largest number K
-        self.register_buffer("choices", torch.arange(int(sizes.max())) < sizes[:, None], persistent=False)
-        obs_size, num_logits = envs.single_observation_space.shape[0], self.choices.numel()
+        obs_size, sizes = envs.single_observation_space.shape[0], torch.as_tensor(envs.single_action_space.nvec)
+        choices = torch.arange(int(sizes.max())) < sizes[:, None]  # (C, K): which ones each component has
         # detail core-13: separate networks, two layers of 64 with tanh
-        self.actor = nn.Sequential(
+        self.actor = Actor(
+            choices,
             layer_init(nn.Linear(obs_size, 64)),
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, num_logits), std=0.01),  # small: every action is about as likely at first
+            layer_init(nn.Linear(64, choices.numel()), std=0.01),  # small: every action is about as likely at first
         )
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
@@ -178,22 +171,21 @@ class Agent(nn.Module):
             layer_init(nn.Linear(64, 1), std=1.0),
         )
 
-    def logits(self, obs: torch.Tensor) -> torch.Tensor:
-        # detail aux-4: an invalid action has a logit of -1e8, and so no probability and no gradient
-        mask = obs[..., -self.choices.numel() :].unflatten(-1, self.choices.shape).bool()
-        return self.actor(obs).unflatten(-1, self.choices.shape).masked_fill(~mask, -1e8)
-
 
 def make_policy(agent: Agent, greedy: bool = True):
     """The agent as a function of (obs, info, done) for `evaluate`: the most probable action, or a sample."""
-    device = next(agent.parameters()).device
+    actor = as_numpy(agent.actor)
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
-        logits = agent.logits(torch.as_tensor(obs, dtype=torch.float32, device=device))
-        action = logits.argmax(-1) if greedy else torch.distributions.Categorical(logits=logits).sample()
-        return action.cpu().numpy()
+        logits = actor(obs.astype(np.float32))
+        return (logits if greedy else logits + gumbel_noise(*logits.shape)).argmax(-1)
 
     return policy
+
+
+def gumbel_noise(*shape: int) -> np.ndarray:
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
+    return -torch.empty(shape).exponential_().log().numpy()
 
 
 class Rollout(NamedTuple):
@@ -201,6 +193,7 @@ class Rollout(NamedTuple):
 
     obs: np.ndarray  # (T, N, D) float32
     action: np.ndarray  # (T, N, C) int64
+    log_prob: np.ndarray  # (T, N) float32, of the policy that acted
     reward: np.ndarray  # (T, N) float32
     done: np.ndarray  # (T, N) bool, the episode ended with this step
 
@@ -224,15 +217,16 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
 def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: Rollout, args: Args, run: Run):
     """Step the environments for one rollout, starting from `obs`; returns the observation that follows it.
 
-    Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch.
+    Values are not needed meanwhile: they follow for the whole rollout in one batch.
     """
     device = next(agent.parameters()).device
-    # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    noise = -torch.empty(*rollout.action.shape, agent.choices.shape[1], device=device).exponential_().log()
+    actor = as_numpy(agent.actor)
+    noise = gumbel_noise(*rollout.action.shape, envs.single_action_space.nvec.max())
+    logits = np.empty_like(noise)  # (T, N, C, K)
     for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
-        logits = agent.logits(torch.from_numpy(rollout.obs[t]).to(device))
-        rollout.action[t] = (logits + noise[t]).argmax(-1).cpu().numpy()
+        logits[t] = actor(rollout.obs[t])
+        rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
         if "_episode" in info:
@@ -241,6 +235,8 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.as_tensor(info["final_obs"][n], dtype=torch.float32, device=device)
                     rollout.reward[t, n] += args.gamma * agent.critic(final_obs).item()
+    log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
+    rollout.log_prob[:] = log_prob.squeeze(-1).sum(-1)
     return obs
 
 
@@ -257,11 +253,9 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
+    """Values, advantages and returns of a rollout; next_obs (N, D) is the observation that follows it."""
     device = next(agent.parameters()).device
-    obs = torch.from_numpy(rollout.obs).to(device)
-    action = torch.from_numpy(rollout.action).to(device)
-    log_prob = agent.logits(obs).log_softmax(-1).gather(-1, action[..., None]).squeeze(-1).sum(-1)
+    obs, action, log_prob = (torch.from_numpy(x).to(device) for x in (rollout.obs, rollout.action, rollout.log_prob))
     value = agent.critic(obs).squeeze(-1)
     next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1)
     advantage = gae(
@@ -272,9 +266,9 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
-def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of one minibatch, and its diagnostics: policy_loss, value_loss, entropy, approx_kl, clipfrac."""
-    log_probs = agent.logits(batch.obs).log_softmax(-1)  # (B, C, K)
+def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one minibatch, and its diagnostics by name."""
+    log_probs = agent.actor(batch.obs).log_softmax(-1)  # (B, C, K)
     # detail multidiscrete-1: the components are independent, so their log-probabilities (and entropies) add up
     log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1).sum(-1) - batch.log_prob
     ratio = log_ratio.exp()
@@ -302,9 +296,13 @@ def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[
 
     # detail core-12: debug variables; the KL estimator k3 of joschu.net/blog/kl-approx.html
     with torch.no_grad():
-        approx_kl = (ratio - 1 - log_ratio).mean()
-        clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac])
+        stats = {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+        }
     return loss, stats
 
 
@@ -325,10 +323,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             optimizer.step()
             all_stats.append(stats)
         # detail aux-3: early stopping, by approx_kl
-        if args.target_kl is not None and stats[3] > args.target_kl:
+        if args.target_kl is not None and stats["approx_kl"] > args.target_kl:
             break
-    names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     # an advantage is what the value did not explain of the return
     metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
@@ -336,25 +333,22 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
 
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
-    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef", "target_kl")
-    check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     batch_size = args.num_envs * args.num_steps
     message = f"{batch_size} steps of a rollout must be a multiple (2+) of --num-minibatches {args.num_minibatches}"
     check(batch_size % args.num_minibatches == 0 and batch_size > args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
-    device = find_device(args.device)
-    seed_everything(args.seed, args.torch_threads)
+    device = set_up(args)
 
     envs = make_envs(args, args.num_envs)  # detail core-1: vectorized architecture
     agent = Agent(envs, args).to(device)
     # detail core-3: Adam's epsilon is 1e-5, not the library's 1e-8
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    T, N, D = args.num_steps, args.num_envs, envs.single_observation_space.shape[0]
+    T, N = args.num_steps, args.num_envs
     rollout = Rollout(
-        obs=np.zeros((T, N, D), np.float32),
-        action=np.zeros((T, N, len(agent.choices)), np.int64),
+        obs=np.zeros((T, N, *envs.single_observation_space.shape), np.float32),
+        action=np.zeros((T, N, *envs.single_action_space.shape), np.int64),
+        log_prob=np.zeros((T, N), np.float32),
         reward=np.zeros((T, N), np.float32),
         done=np.zeros((T, N), bool),
     )
