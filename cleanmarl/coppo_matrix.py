@@ -1,0 +1,521 @@
+"""CoPPO as in coppo.py, with all that the paper's matrix games need: critics of joint actions, exploration, mixing.
+
+--advantage counterfactual: a critic predicts the value of each action of its agent beside the others' actions, and the
+advantage of the action taken is its value less the mean under the agent's policy, as in coma.py. Exploration is a share
+of uniformly random actions that falls over the run; the mixture is the policy, so its probabilities make the ratios.
+--mix network makes one objective of the agents' with the authors' network. --optimizer rmsprop is the paper's.
+
+Paper: Wu et al. 2021 (arXiv:2111.04051), section 4.1 and appendix C.1. Parent: coppo.py, plus these.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from annotated_types import Interval
+
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.run import Run
+
+
+@dataclass
+class Args(RunArgs):
+    eval_episodes: int = 100
+    env_id: str = "mpe/simple_spread_v3"
+    """family/name of a multi-agent environment with discrete actions"""
+    total_timesteps: PositiveInt = 1_000_000
+    """environment steps of the whole run, all environments together, however many agents act in each"""
+
+    share_parameters: bool = True
+    """one policy and one critic for all agents, who are told apart by a one-hot id"""
+    hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of an actor"""
+    critic_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of a critic"""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """of the hidden layers; MAPPO's authors take ReLU, but tanh for simple_spread"""
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+    """Adam as in mappo.py, or RMSprop with smoothing 0.99 as in the paper"""
+    learning_rate: PositiveFloat = 7e-4
+    """learning rate of the actors"""
+    critic_learning_rate: PositiveFloat = 7e-4
+    """learning rate of the critics"""
+    anneal_lr: bool = False
+    """let the learning rates fall linearly to 0 over the run"""
+    num_envs: PositiveInt = 128
+    """N, environments stepped side by side"""
+    num_steps: PositiveInt = 25
+    """T, steps of each environment in one rollout"""
+    gamma: UnitFloat = 0.95
+    """discount factor; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
+    gae_lambda: UnitFloat = 0.95
+    """lambda of GAE"""
+    num_minibatches: PositiveInt = 4
+    """minibatches of one epoch; must divide num_envs * num_steps, since the agents of a step stay together"""
+    update_epochs: PositiveInt = 10
+    """passes over each rollout"""
+    norm_adv: bool = True
+    """normalise the advantages of each rollout"""
+    clip_coef: PositiveFloat = 0.2
+    """epsilon of the clipped objective: the outer clip, of g times an agent's own ratio"""
+    inner_clip_coef: Annotated[float, Interval(ge=0, le=math.inf)] = 0.1
+    """epsilon of the inner clip, of the product of the others' ratios; 0 for MAPPO, inf for no double clipping"""
+    clip_separately: bool = False
+    """clip each of the others' ratios instead of their product"""
+    objective: Literal["equation", "authors"] = "equation"
+    """equation 10 of the paper, or the objective of the authors' code"""
+    mix: Literal["sum", "network"] = "sum"
+    """how the agents' objectives become one: their sum, or the authors' network with non-negative weights"""
+    advantage: Literal["gae", "counterfactual"] = "gae"
+    """GAE of state values, or counterfactual advantages of the values of joint actions (TD(lambda) targets)"""
+    epsilon_start: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """share of uniformly random actions at the start"""
+    epsilon_end: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """share of uniformly random actions from --epsilon-timesteps on"""
+    epsilon_timesteps: PositiveInt = 1
+    """environment steps over which that share falls linearly"""
+    value_clip_coef: NonNegativeFloat = 0.2
+    """largest change of the (normalised) value that its loss rewards; 0 for no clipping"""
+    huber_delta: NonNegativeFloat = 10.0
+    """error of the (normalised) value from which its loss grows linearly; 0 for the squared error"""
+    ent_coef: NonNegativeFloat = 0.01
+    """weight of the entropy bonus"""
+    max_grad_norm: PositiveFloat = 10.0
+    """largest norm of the gradient of a network"""
+    normalize_value: bool = True
+    """let critics predict normalised returns, by the running mean and deviation (PopArt)"""
+    time_limit_bootstrap: bool = True
+    """at a time limit add gamma V(final state) to the reward: a truncated episode is not a terminated one"""
+
+
+def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
+    """The environments of a run, with discrete actions."""
+    return make(args.env_id, num_envs, discrete=True, **options)
+
+
+def layer_init(layer: StackedLinear, std: float = np.sqrt(2)) -> StackedLinear:
+    for weight in layer.weight.detach():  # of each network
+        nn.init.orthogonal_(weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class PopArt(RunningMeanStd):
+    """Mean and deviation of all returns so far, for critics that predict normalised ones (van Hasselt et al. 2016)."""
+
+    @property
+    def std(self) -> torch.Tensor:
+        return self.var.clamp(min=1e-2).sqrt()  # the floor of the official implementation
+
+    @torch.no_grad()
+    def update(self, return_: torch.Tensor, last_layer: StackedLinear) -> None:
+        """Take in return_ (R, A), and adapt the critics' last layer so that every value stays what it was."""
+        old_mean, old_std = self.mean.clone(), self.std
+        super().update(return_[..., None])
+        last_layer.weight *= (old_std / self.std)[..., None]
+        last_layer.bias *= (old_std / self.std)[..., None]
+        last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
+
+
+class MixingNetwork(nn.Module):
+    """One number from those of all agents, with non-negative weights and a bias that depend on the state (QMIX's form).
+
+    As in the authors' code nothing trains it: the objective has no maximum over its parameters.
+    """
+
+    def __init__(self, num_agents: int, state_size: int, hidden: int = 32):
+        super().__init__()
+        self.weight1, self.bias1 = nn.Linear(state_size, num_agents * hidden), nn.Linear(state_size, hidden)
+        self.weight2 = nn.Linear(state_size, hidden)
+        self.bias2 = nn.Sequential(nn.Linear(state_size, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """x (R, A), state (R, S) -> (R, 1)."""
+        weight1 = self.weight1(state).abs().view(*x.shape, -1)  # (R, A, hidden)
+        hidden = F.elu((x[..., None] * weight1).sum(1) + self.bias1(state))
+        return (hidden * self.weight2(state).abs()).sum(1, keepdim=True) + self.bias2(state)
+
+
+class Agent(nn.Module):
+    """The policies and critics of all agents, with one network that serves all of them, or one for each.
+
+    Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side.
+    """
+
+    def __init__(self, envs: MultiAgentVectorEnv, args: Args):
+        super().__init__()
+        A, K = envs.real_actions.shape
+        hidden, critic_hidden = args.hidden_dim, args.critic_hidden_dim
+        M = 1 if args.share_parameters else A  # networks
+        obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
+        # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
+        ids = AgentIds(A) if args.share_parameters else nn.Identity()
+        activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
+        self.actor = nn.Sequential(
+            ids,
+            layer_init(StackedLinear(M, obs_size, hidden)),
+            activation(),
+            layer_init(StackedLinear(M, hidden, hidden)),
+            activation(),
+            layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
+        )
+        # detail coppo-5: a critic of joint actions sees those of the others, and values each of its agent's
+        self.counterfactual = args.advantage == "counterfactual"
+        actions_in, values_out = (A * K, K) if self.counterfactual else (0, 1)
+        self.critic = nn.Sequential(
+            ids,
+            layer_init(StackedLinear(M, envs.state_size + actions_in + obs_size, critic_hidden)),
+            activation(),
+            layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
+            activation(),
+            layer_init(StackedLinear(M, critic_hidden, values_out), std=1.0),
+        )
+        self.value_stats = PopArt(M, 1) if args.normalize_value else None
+        self.mixing = MixingNetwork(A, envs.state_size) if args.mix == "network" else None
+        self.share_parameters, self.may_die = args.share_parameters, envs.may_die
+        self.num_actions, self.epsilon = K, 0.0  # the share of random actions, which `main` sets
+
+    def logits(self, obs: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """Logits (R, A, K) of the policies that act, illegal ones far below; obs (R, A, D), action_mask (R, A, K)."""
+        logits = self.actor(obs).masked_fill(~action_mask, -1e8)  # detail ippo-3: illegal actions
+        return self.explore(logits, action_mask)
+
+    def explore(self, logits: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """Logits (..., K) of policies with these logits and their share of random actions."""
+        if self.epsilon == 0:
+            return logits
+        uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
+        probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform
+        return probs.clamp(min=1e-30).log()  # detail coppo-7: the mixture is the policy
+
+    def others_actions(self, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        """For each agent the actions of all living ones but itself: action, alive (R, A) -> (R, A, A K), one-hot."""
+        one_hot = F.one_hot(action, self.num_actions) * alive[..., None]
+        itself = torch.eye(action.shape[1], device=action.device)
+        return (one_hot[:, None] * (1 - itself)[..., None]).flatten(2)
+
+    def normalized_values(self, state, obs, alive, action) -> torch.Tensor:
+        """Values as the critics predict them: (R, A, 1) of the state, or (R, A, K) of each action, given the others'.
+
+        state (R, S), obs (R, A, D), alive (R, A), action (R, A), which critics of the state do not see.
+        """
+        seen = (self.others_actions(action, alive),) if self.counterfactual else ()
+        state = state[:, None]  # (R, 1, S)
+        if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
+            state, obs, *seen = (x * alive[..., None] for x in (state, obs, *seen))
+        return self.critic((state, obs, *seen))  # detail mappo-2: from the state and the own observation
+
+    def values(self, state, obs, alive, action) -> torch.Tensor:
+        """The same in the unit of the returns."""
+        values = self.normalized_values(state, obs, alive, action)
+        return values if self.value_stats is None else self.value_stats.denormalize(values)
+
+    def of_action(self, values: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """Values (R, A) of the state, or of the joint action (R, A) taken in it."""
+        return (values.gather(-1, action[..., None]) if self.counterfactual else values).squeeze(-1)
+
+    def mean(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Weighted mean over each network's samples: x, weight (R, A) -> (1,) if it is shared, else (A,)."""
+        axes = (0, 1) if self.share_parameters else 0
+        return ((x * weight).sum(axes) / weight.sum(axes).clamp(min=1)).view(-1)
+
+
+def make_policy(agent: Agent, greedy: bool = True):
+    """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples."""
+    actor = as_numpy(agent.actor)
+
+    def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
+        logits = actor(obs)
+        noise = 0 if greedy else gumbel_noise(*logits.shape)
+        return np.where(info["action_mask"], logits + noise, -np.inf).argmax(-1)
+
+    return policy
+
+
+def gumbel_noise(*shape: int) -> np.ndarray:
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
+    return -torch.empty(shape).exponential_().log().numpy()
+
+
+class Rollout(NamedTuple):
+    """What one rollout leaves behind: T steps of N environments with A agents, NumPy arrays filled in place."""
+
+    obs: np.ndarray  # (T, N, A, D) float32
+    state: np.ndarray  # (T, N, S) float32
+    action_mask: np.ndarray  # (T, N, A, K) bool, True = legal
+    agent_mask: np.ndarray  # (T, N, A) bool, True = alive
+    action: np.ndarray  # (T, N, A) int64
+    log_prob: np.ndarray  # (T, N, A) float32, of the policy that acted
+    reward: np.ndarray  # (T, N, A) float32
+    done: np.ndarray  # (T, N, A) bool, the episode ended with this step
+
+
+def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
+    """Generalized advantage estimation (Schulman et al. 2016, equation 16), cut where an episode ended.
+
+    reward, value, done: (T, ..., A); next_value: (..., A), of the observation after the last step. Returns (T, ..., A).
+    """
+    nonterminal = 1.0 - done
+    following = np.concatenate([value[1:], next_value[None]])
+    advantage = reward + gamma * nonterminal * following - value  # the TD errors
+    decay = gamma * gae_lambda * nonterminal
+    for t in reversed(range(len(advantage) - 1)):
+        advantage[t] += decay[t] * advantage[t + 1]
+    return advantage
+
+
+@torch.no_grad()
+def bootstrap(agent: Agent, obs: np.ndarray, state: np.ndarray, action_mask: np.ndarray, alive: np.ndarray):
+    """Values (R, A) of what follows a rollout or an episode; of joint actions: of a sample of what the agents would do.
+
+    obs (R, A, D), state (R, S), action_mask (R, A, K), alive (R, A).
+    """
+    state, obs, alive = to_tensors(agent, state, obs, alive)
+    action = torch.zeros(alive.shape, dtype=torch.int64, device=alive.device)
+    if agent.counterfactual:
+        logits = agent.logits(obs, torch.from_numpy(action_mask).to(obs.device))
+        action = (logits + torch.from_numpy(gumbel_noise(*logits.shape)).to(obs.device)).argmax(-1)
+    return agent.of_action(agent.values(state, obs, alive, action), action).cpu().numpy()
+
+
+@torch.no_grad()
+def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, args: Args, run: Run):
+    """Step the environments for one rollout from `start`, the (obs, info) before it; returns the (obs, info) after it.
+
+    Values are not needed meanwhile: they follow for the whole rollout in one batch.
+    """
+    actor, noise = as_numpy(agent.actor), gumbel_noise(*rollout.action_mask.shape)
+    logits = np.empty_like(noise)  # (T, N, A, K)
+    at_random = torch.rand(*rollout.action.shape, 1).numpy() < agent.epsilon if agent.epsilon > 0 else None
+    obs, info = start
+    for t in range(args.num_steps):
+        rollout.obs[t], rollout.state[t] = obs, info["state"]
+        rollout.action_mask[t], rollout.agent_mask[t] = info["action_mask"], info["agent_mask"]
+        logits[t] = np.where(info["action_mask"], actor(obs), -1e8)
+        chosen_by = logits[t]
+        if at_random is not None:  # detail coppo-7: epsilon-greedy exploration
+            chosen_by = np.where(at_random[t] & info["action_mask"], 0, logits[t])
+        rollout.action[t] = (chosen_by + noise[t]).argmax(-1)
+
+        obs, reward, termination, truncation, info = envs.step(rollout.action[t])
+        # Death is no end: a dead agent earns what the living do on average, and its critic knows that it is dead.
+        alive = rollout.agent_mask[t]
+        of_living = (reward * alive).sum(1, keepdims=True) / alive.sum(1, keepdims=True).clip(1)
+        rollout.reward[t] = np.where(alive, reward, of_living)
+        rollout.done[t] = (termination | truncation)[:, None]
+        if "_episode" in info:
+            run.log_episodes(info)
+            cut = np.flatnonzero(truncation & ~termination)
+            if args.time_limit_bootstrap and len(cut):
+                keys = "final_obs", "final_state", "final_action_mask", "final_agent_mask"
+                rollout.reward[t, cut] += args.gamma * bootstrap(agent, *(info[key][cut] for key in keys))
+    logits = agent.explore(torch.from_numpy(logits), torch.from_numpy(rollout.action_mask))
+    log_prob = logits.log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
+    rollout.log_prob[:] = log_prob.squeeze(-1)
+    return obs, info
+
+
+def to_tensors(agent: Agent, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """Arrays as float32 tensors where the agent is."""
+    device = next(agent.parameters()).device
+    return [torch.from_numpy(x).to(device, torch.float32) for x in arrays]
+
+
+class Batch(NamedTuple):
+    """A rollout as the networks learn from it, tensors (R, A, ...) with a row for each step of each environment."""
+
+    obs: torch.Tensor  # (R, A, D)
+    state: torch.Tensor  # (R, S)
+    action_mask: torch.Tensor  # (R, A, K)
+    alive: torch.Tensor  # (R, A) 1.0 for living agents, 0.0 for the rest
+    action: torch.Tensor  # (R, A)
+    log_prob: torch.Tensor  # (R, A) of the policy that acted
+    advantage: torch.Tensor  # (R, A) normalised
+    return_: torch.Tensor  # (R, A) normalised if the values are
+    value: torch.Tensor  # (R, A) likewise
+
+
+@torch.no_grad()
+def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: dict, args: Args) -> Batch:
+    """Values, advantages and returns of a rollout; next_obs and next_info are what its last step gave."""
+    device = next(agent.parameters()).device
+    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    alive = rows.agent_mask.float()
+    values = agent.values(rows.state, rows.obs, alive, rows.action)
+    value = agent.of_action(values, rows.action)
+    next_value = bootstrap(agent, next_obs, *(next_info[key] for key in ("state", "action_mask", "agent_mask")))
+    value_taken = value.view(rollout.reward.shape).cpu().numpy()
+    advantage = gae(rollout.reward, value_taken, next_value, rollout.done, args.gamma, args.gae_lambda)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    return_ = advantage + value
+    if agent.counterfactual:  # detail coppo-5: how much better the action was than those the agent takes on average
+        advantage = value - (agent.logits(rows.obs, rows.action_mask).softmax(-1) * values).sum(-1)
+    if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
+        agent.value_stats.update(return_, agent.critic[-1])  # detail mappo-1: PopArt
+        return_, value = (agent.value_stats.normalize(x[..., None]).squeeze(-1) for x in (return_, value))
+    if args.norm_adv:  # detail mappo-6: advantages are normalised over the rollout, not per minibatch
+        advantage = advantage - agent.mean(advantage, alive)
+        advantage = advantage / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)
+    return Batch(rows.obs, rows.state, rows.action_mask, alive, rows.action, rows.log_prob, advantage, return_, value)
+
+
+def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of the other agents' ratios and its clipped form g, (R, A); log_ratio (R, A) is 0 for the dead."""
+    low, high = 1 - args.inner_clip_coef, 1 + args.inner_clip_coef
+    product = (log_ratio.sum(1, keepdim=True) - log_ratio).exp()
+    if args.clip_separately:
+        # in logarithms, so that rounding changes no product of ratios of which none is clipped
+        log_clipped = torch.clamp(log_ratio, *(math.log(x) if x > 0 else -math.inf for x in (low, high)))
+        return product, (log_clipped.sum(1, keepdim=True) - log_clipped).exp()
+    return product, torch.clamp(product, low, high)  # detail coppo-2: double clipping, this is the inner one
+
+
+def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of the actors, summed over those that share no parameter, and diagnostics by name.
+
+    A diagnostic is the mean over the networks.
+    """
+    log_probs = agent.logits(batch.obs, batch.action_mask).log_softmax(-1)
+    log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
+    log_ratio = (log_prob - batch.log_prob) * batch.alive  # detail ippo-4: the dead add nothing; their ratio is 1
+    ratio = log_ratio.exp()
+    if args.objective == "equation":
+        others, g = ratio_of_others(log_ratio.detach(), args)
+        unclipped = inner = g * ratio  # detail coppo-1: the others' ratios weigh an agent's own
+    else:  # detail coppo-4: the objective of the authors' code
+        others, g = ratio_of_others(log_ratio, args)
+        unclipped, inner = others * ratio, g * ratio
+    outer = torch.clamp(inner, 1 - args.clip_coef, 1 + args.clip_coef)
+    surrogate = torch.min(batch.advantage * unclipped, batch.advantage * outer)
+    policy_loss = -agent.mean(surrogate, batch.alive)
+    if agent.mixing is not None:  # detail coppo-6: a network makes one objective of those of all agents
+        policy_loss = -agent.mixing(surrogate * batch.alive, batch.state).mean(0)
+    entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
+
+    loss = policy_loss.sum() - args.ent_coef * entropy.sum()
+    with torch.no_grad():
+        spread = (others - agent.mean(others, batch.alive)).square()
+        stats = {
+            "policy_loss": policy_loss.mean(),
+            "entropy": entropy.mean(),
+            "approx_kl": agent.mean(ratio - 1 - log_ratio, batch.alive).mean(),
+            "outer_clipfrac": agent.mean((inner != outer).float(), batch.alive).mean(),
+            "inner_clipfrac": agent.mean((others != g).float(), batch.alive).mean(),
+            "ratio_product_var": agent.mean(spread, batch.alive).mean(),
+        }
+    return loss, stats
+
+
+def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
+    """The loss (1,) or (A,) of each critic."""
+    new_values = agent.normalized_values(batch.state, batch.obs, batch.alive, batch.action)
+    new_value = agent.of_action(new_values, batch.action)
+    delta = args.huber_delta or float("inf")
+    value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)  # detail mappo-4: Huber loss
+    if args.value_clip_coef > 0:  # detail mappo-5: the larger of the errors with and without clipping
+        clipped_value = batch.value + torch.clamp(new_value - batch.value, -args.value_clip_coef, args.value_clip_coef)
+        clipped_error = F.huber_loss(clipped_value, batch.return_, reduction="none", delta=delta)
+        value_error = torch.max(value_error, clipped_error)
+    # Dead agents count here: what their team goes on to earn is what their death was worth.
+    return agent.mean(value_error, torch.ones_like(batch.alive))
+
+
+def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
+    """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
+    num_rows = len(batch.action)
+    all_stats = []
+    for _ in range(args.update_epochs):
+        minibatches = [batch]
+        if args.num_minibatches > 1:  # detail mappo-8: the agents of a step stay together
+            order = torch.randperm(num_rows, device=batch.action.device)
+            parts = [x[order].split(num_rows // args.num_minibatches) for x in batch]
+            minibatches = map(Batch._make, zip(*parts))
+        for minibatch in minibatches:
+            value_loss, norms = critic_loss(agent, minibatch, args), {}
+            # detail coppo-3: one actor after another, with the others' newest ratios (Algorithm 1)
+            for turn in range(len(actors)):
+                loss, stats = actor_loss(agent, minibatch, args)
+                agent.zero_grad()
+                if turn == 0:  # all but the actors steps once
+                    (loss + value_loss.sum()).backward()
+                else:
+                    loss.backward(inputs=list(agent.actor.parameters()))
+                norms |= clip_grad_norms_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
+                actors.take_gradients(active=[turn])
+                optimizer.step()
+                stats |= {"value_loss": value_loss.detach().mean()}
+                all_stats.append(stats | {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]})
+    metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
+    return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
+    metrics["train/explained_variance"] = (1 - (return_ - value).var() / return_.var()).nan_to_num(0, neginf=0)
+    return metrics
+
+
+def main(args: Args) -> Path:
+    """Train as `args` says; returns the run folder."""
+    steps_per_update = args.num_envs * args.num_steps
+    message = f"{steps_per_update} steps of a rollout are not divisible by --num-minibatches {args.num_minibatches}"
+    check(steps_per_update % args.num_minibatches == 0, message)
+    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps_per_update} steps"
+    check(args.total_timesteps >= steps_per_update, message)
+    device = set_up(args)
+
+    envs = make_envs(args, args.num_envs)
+    agent = Agent(envs, args).to(device)
+    actors = Networks(agent.actor, 1 if args.share_parameters else envs.num_agents)
+    of_networks = {*agent.actor.parameters(), *agent.critic.parameters()}
+    others = [p for p in agent.parameters() if p not in of_networks]
+    groups = [
+        {"params": [*itertools.chain(*actors), *others], "lr": args.learning_rate},
+        {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},
+    ]
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
+    else:
+        optimizer = torch.optim.RMSprop(groups, alpha=0.99, eps=1e-5)
+    T, N, A, K = args.num_steps, args.num_envs, *envs.real_actions.shape
+    rollout = Rollout(
+        obs=np.zeros((T, N, *envs.single_observation_space.shape), envs.single_observation_space.dtype),
+        state=np.zeros((T, N, envs.state_size), np.float32),
+        action_mask=np.zeros((T, N, A, K), bool),
+        agent_mask=np.zeros((T, N, A), bool),
+        action=np.zeros((T, N, A), np.int64),
+        log_prob=np.zeros((T, N, A), np.float32),
+        reward=np.zeros((T, N, A), np.float32),
+        done=np.zeros((T, N, A), bool),
+    )
+
+    num_updates = args.total_timesteps // steps_per_update
+    with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
+        now = envs.reset(seed=args.seed + run.step)
+        for iteration in range(run.step // steps_per_update, num_updates):
+            if args.anneal_lr:
+                remaining = 1 - iteration / num_updates
+                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
+
+            progress = min(run.step / args.epsilon_timesteps, 1)
+            agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
+            now = collect(agent, envs, now, rollout, args, run)
+            run.step += steps_per_update
+            batch = estimate(agent, rollout, *now, args)
+            metrics = update(agent, actors, optimizer, batch, args)
+            metrics |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/epsilon": agent.epsilon}
+            run.log(metrics)
+
+        run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
+    envs.close()
+    return run.folder
+
+
+if __name__ == "__main__":
+    launch(main, Args)
