@@ -1,0 +1,118 @@
+"""Edits of a copy of every script: what acts is what learns, what is added is trained, and the copy resumes.
+
+A copy stands outside the package, as a user's does. It is edited as text, and keeps the ratios of its loss, so that a
+test can read them: before the first step of the optimizer all of them are 1 if, and only if, the network that acted is
+the one that learns.
+"""
+
+import dataclasses
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cleanmarl
+from cleanmarl.run import load_checkpoint
+
+HIDDEN = r"(\n +)(layer_init\((?:StackedLinear\(\w+, |nn\.Linear\()(\w+), \3\)\),)(\n +)([\w.]+\(\)),"
+KEEP_RATIOS = [
+    (r"\n\n\n@dataclass\n", r"\n\nRATIOS = []\n\n\n@dataclass\n"),
+    (r"(\n +)(ratio = log_ratio\.exp\(\).*)", r"\1\2\1RATIOS.append(ratio.detach())"),
+    (r", std=0\.01\)", r", std=1.0)"),  # policies that differ from one observation to another from the start on
+]
+ACTIVATION = [(r"(?<!: )\b(nn\.Tanh|nn\.ReLU|activation)\(\)", "nn.GELU()")]
+LAYERS = [(HIDDEN, r"\1\2\1nn.LayerNorm(\3),\4\5,\1nn.Linear(\3, \3),\4nn.SiLU(),")]
+HEADS = [
+    (r"(\n +)(self\.critic = )", r"\1self.predictor = nn.Linear(OBS, 5)\1self.critic2 = nn.Linear(OBS, 1)\1\2"),
+    (
+        r"(\n +)(loss = .*)",
+        r"\1\2\1loss = loss + agent.predictor(batch.obs).square().mean() + (agent.critic2(batch.obs) - 3).square().mean()",
+    ),
+]
+EDITS = {"activation": ACTIVATION, "layers": LAYERS, "heads": HEADS}
+
+SMALL = {"total_timesteps": 800, "num_envs": 4, "num_steps": 100, "eval_episodes": 2}
+SCRIPTS = {  # the arguments of two short updates, of 1,000 rows at least, and the size of an observation
+    "ppo": (SMALL | {"num_steps": 250, "total_timesteps": 2000}, 4),
+    "ippo": (SMALL, 18),
+    "mappo": (SMALL, 18),
+}
+
+
+def copy_of(script: str, edits: list[tuple[str, str]], folder: Path, obs_size: int = 0):
+    """my_<script>.py in `folder`, each edit (pattern, replacement) made at least once, as a module."""
+    source = Path(cleanmarl.__file__).with_name(f"{script}.py").read_text()
+    for pattern, replacement in edits:
+        source, count = re.subn(pattern, replacement.replace("OBS", str(obs_size)), source)
+        assert count, f"{script}.py has nothing like {pattern}"
+    path = folder / f"my_{script}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script, edit, tmp_path):
+    flags, obs_size = SCRIPTS[script]
+    module = copy_of(script, EDITS[edit] + KEEP_RATIOS, tmp_path, obs_size)
+    args = module.Args(**flags, runs_dir=str(tmp_path))
+    module.set_up(args)
+    agent = module.Agent(module.make_envs(args, args.num_envs), args)  # as the run makes it
+    start = {name: p.clone() for name, p in agent.state_dict().items()}
+    new = [
+        name
+        for name, p in agent.named_parameters()
+        if edit == "heads" and name.split(".")[0] in ("predictor", "critic2")
+    ]
+
+    folder = module.main(args)
+    first, last = module.RATIOS[0], module.RATIOS[-1]
+    torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
+    assert (last - 1).abs().max() > 1e-3, "the policy was to move"
+    trained = load_checkpoint(folder)["modules"]["agent"]
+    assert len(new) == (4 if edit == "heads" else 0)
+    for name, _ in agent.named_parameters():
+        assert (trained[name] != start[name]).any(), f"{name} has not moved"
+
+    total = args.total_timesteps
+    module.RATIOS.clear()
+    module.main(dataclasses.replace(args, resume=folder, total_timesteps=total + total // 2))
+    assert load_checkpoint(folder)["step"] == total + total // 2
+    torch.testing.assert_close(module.RATIOS[0], torch.ones_like(module.RATIOS[0]), atol=1e-5, rtol=0)
+
+
+SECOND_COPY = {  # the fault of the first version: the actor written a second time, in NumPy
+    "ppo": "lambda obs: np.tanh(np.tanh(obs @ p[0].T + p[1]) @ p[2].T + p[3]) @ p[4].T + p[5]",
+    "mappo": "lambda obs: np.tanh(np.tanh(np.concatenate([obs, np.broadcast_to(np.eye(3, dtype=np.float32), "
+    "(*obs.shape[:2], 3))], -1) @ p[0][0] + p[1][0]) @ p[2][0] + p[3][0]) @ p[4][0] + p[5][0]",
+}
+
+
+@pytest.mark.parametrize("script", SECOND_COPY)
+def test_a_second_copy_of_the_network_would_be_noticed(script, tmp_path):
+    """Without an edit it acts alike; with one the ratios tell."""
+    flags, _ = SCRIPTS[script]
+    copied = f"(lambda p: {SECOND_COPY[script]})([x.detach().numpy() for x in agent.actor.parameters()])"
+    fault = [(r"as_numpy\(agent\.actor\)", copied.replace("\\", r"\\"))]
+    for edit, is_one in (([], True), (ACTIVATION, False)):
+        module = copy_of(script, edit + fault + KEEP_RATIOS, tmp_path)
+        module.main(module.Args(**flags, runs_dir=str(tmp_path)))
+        assert ((module.RATIOS[0] - 1).abs().max() < 1e-5) == is_one
+
+
+def test_what_is_left_out_of_the_optimizer_would_be_noticed(tmp_path):
+    """The other fault of the first version: rows of two networks by name, so that an added head stays as it was."""
+    fault = [(r"\[p for p in agent\.parameters\(\) if p not in of_critic\]", "list(agent.actor.parameters())")]
+    flags, obs_size = SCRIPTS["mappo"]
+    module = copy_of("mappo", HEADS + fault, tmp_path, obs_size)
+    args = module.Args(**flags, runs_dir=str(tmp_path))
+    module.set_up(args)
+    start = module.Agent(module.make_envs(args, args.num_envs), args).state_dict()
+    trained = load_checkpoint(module.main(args))["modules"]["agent"]
+    assert torch.equal(trained["predictor.weight"], start["predictor.weight"])
