@@ -708,6 +708,8 @@ def test_illegal_actions(toy):
         ("pz/mpe2/simple_spread_v3", {"landmarks": 2}, "unexpected keyword argument 'landmarks'"),
         ("pz/mpe2/simple_spread_v3", {"local_ratio": 5}, "cannot be built with {'local_ratio': 5}"),
         ("pz/mpe2/simple_spread_v3", {"num_workers": -1}, "num_workers must be an integer, 0 (no worker"),
+        ("pz/mpe2/simple_spread_v3?num_workers=True", {}, "num_workers must be an integer, 0 (no worker"),
+        ("pz/mpe2/simple_spread_v3?may_die=0", {}, "may_die must be True or False, not 0"),
     ],
 )
 def test_wishes_that_cannot_be_met(env_id, options, text):

@@ -90,7 +90,7 @@ def make(
     if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0:
         raise EnvError(f"num_workers must be an integer, 0 (no worker processes) or more, not {num_workers!r}")
     for key, value in (("team_reward", team_reward), ("may_die", may_die)):
-        if value not in (None, True, False):
+        if not isinstance(value, bool | None):
             raise EnvError(f"pz/{name}: {key} must be True or False, not {value!r}")
     # with workers, the environment built here only shows its spaces, and needs no window
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
