@@ -4,14 +4,19 @@ ALG ?= ippo
 ENV_ID ?=
 ARGS ?=
 TEST_GROUPS = dev oracles atari mujoco box2d multiagent video eval docs
-RUN = .venv/bin/python
+TESTS ?= tests
+export VENV ?= .venv
+RUN = $(VENV)/bin/python
+# Blocks of tests, so that fixtures are made once; a worker that is done takes from another's. One thread for each.
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest -n logical --dist worksteal
 
-.PHONY: help train test lint format docs clean
+.PHONY: help train test test-all lint format docs clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
 	@echo
 	@echo "make train ALG=ppo ENV_ID=CartPole-v1 ARGS='--seed 2'    any script, environment and flags"
+	@echo "make test TESTS=tests/test_ppo.py                          some of the tests"
 	@echo "PYTHON=python3.12         the Python that .venv is made from (3.11 to 3.13)"
 	@echo "TORCH_INDEX=URL           the package index torch comes from: https://download.pytorch.org/whl/cpu where"
 	@echo "                          there is no GPU (saves gigabytes), .../whl/cu128 for a certain CUDA; default: pip's"
@@ -20,9 +25,13 @@ train:  ## train ippo.py on simple_spread for about a minute, or ALG on ENV_ID
 	@$(PYTHON) bootstrap.py
 	@$(RUN) cleanmarl/$(ALG).py $(if $(ENV_ID),--env-id $(ENV_ID)) $(if $(ALG:ippo=)$(ENV_ID)$(ARGS),,--total-timesteps 300000) $(ARGS)
 
-test:  ## run every test
+test:  ## run the tests on all cores; at its end stands what was skipped and what would enable it
 	@$(PYTHON) bootstrap.py $(TEST_GROUPS)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest
+	@$(PYTEST) $(TESTS)
+
+test-all:  ## the same with Ray and SMAX installed
+	@$(PYTHON) bootstrap.py $(TEST_GROUPS) ray smax smaclite
+	@$(PYTEST) $(TESTS)
 
 lint:  ## check style, as CI does
 	@$(PYTHON) bootstrap.py dev
@@ -40,4 +49,4 @@ docs:  ## build docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
 clean:  ## remove .venv and what was built
-	rm -rf .venv docs/_build docs/_generated
+	rm -rf $(VENV) docs/_build docs/_generated

@@ -2,7 +2,7 @@
 
 Takes the packages of the wanted groups whose markers fit this machine, installs them with their hashes checked and
 without resolving, then torch, then this project in editable form. A second call with nothing new returns at once.
-TORCH_INDEX names the package index that torch comes from (see `make help`).
+TORCH_INDEX names the package index that torch comes from, VENV another folder than .venv (see `make help`).
 """
 
 import hashlib
@@ -19,7 +19,7 @@ if not (3, 11) <= sys.version_info[:2] < (3, 14):
 import tomllib  # new in Python 3.11
 
 ROOT = Path(__file__).resolve().parent
-VENV = ROOT / ".venv"
+VENV = ROOT / os.environ.get("VENV", ".venv")
 STAMP = VENV / "cleanmarl.json"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 CUDA = ("nvidia-", "cuda-", "triton")  # torch asks for these itself where its build needs them
@@ -32,7 +32,7 @@ def wanted_state(groups: set[str]) -> dict:
 
 
 def install(groups: set[str]) -> None:
-    """Runs inside .venv: install the pinned packages of `groups`, torch, and the project."""
+    """Runs inside VENV: install the pinned packages of `groups`, torch, and the project."""
     from pip._vendor.packaging.markers import Marker  # pip carries the grammar of markers
 
     torch_version, pins = "", []
@@ -70,7 +70,9 @@ def main() -> None:
     if Path(sys.prefix) != VENV:
         if not PYTHON.exists() and subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode != 0:
             sys.exit("bootstrap: this Python cannot make virtual environments (on Debian: apt install python3-venv)")
-        print(f"bootstrap: installing {', '.join(sorted(groups))} into .venv, which takes a few minutes", flush=True)
+        print(
+            f"bootstrap: installing {', '.join(sorted(groups))} into {VENV.name}, which takes a few minutes", flush=True
+        )
         sys.exit(subprocess.run([str(PYTHON), __file__, *sorted(groups)]).returncode)
 
     try:

@@ -25,6 +25,10 @@ def team(toy):
     return "toy/team"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--may-skip", metavar="PATTERN", help="fail if a test is skipped for a reason without PATTERN")
+
+
 def why(report) -> str:
     """Why a test was skipped; for a module that could not be imported, the line that installs it."""
     reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -32,10 +36,21 @@ def why(report) -> str:
     return optional.reason(missing[1]) if missing and missing[1] in optional.INSTALL else reason
 
 
-def pytest_terminal_summary(terminalreporter):
+def skipped(config) -> Counter:
+    """reason -> number of tests; empty in a worker of pytest-xdist, whose reports go to the one that started it."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    return Counter(map(why, reporter.stats.get("skipped", []))) if reporter else Counter()
+
+
+def pytest_sessionfinish(session, exitstatus):
+    allowed = session.config.getoption("--may-skip")
+    if exitstatus == 0 and allowed and any(not re.search(allowed, reason) for reason in skipped(session.config)):
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter, config):
     """At the end: how many tests were skipped, and for each reason the line that would enable them."""
-    reasons = Counter(map(why, terminalreporter.stats.get("skipped", [])))
-    if reasons:
+    if reasons := skipped(config):
         terminalreporter.section(f"{reasons.total()} skipped")
         for reason, number in sorted(reasons.items()):
             terminalreporter.write_line(f"{number:4} {reason}")
