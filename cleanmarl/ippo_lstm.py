@@ -1,16 +1,14 @@
-"""IPPO as in ippo.py, but policies and critics remember: a recurrent layer (LSTM or GRU) follows the first one.
+"""IPPO whose policies and critics remember: a recurrent layer (LSTM or GRU) follows the hidden ones.
 
-The networks of all agents are stacked, weight (A, in, out), so that one batched product evaluates them all; no gradient
-crosses from one agent to another, so each learns exactly as if it were trained alone on the same data. With
---share-parameters one network serves all agents and a one-hot id tells them apart. Every setting marked "per agent"
-takes one value, or one for each agent: --gamma 0.99 or --gamma 0.99 0.95 0.99.
+Critics see no more than actors do: an agent's own observation. By default one actor and one critic serve all agents,
+who are told apart by a one-hot id; with --no-share-parameters every agent has its own, stacked, weight (A, in, out).
+Critics predict normalised returns (PopArt), with a Huber loss. An agent that dies has no more returns, unless its
+reward is the team's: then what the others earn after its death still counts for it.
 
-An agent's memory is empty at the start of an episode. Training replays whole sequences from the memories with which
-the rollout began, so that the policy that learns remembers what the policy that acted remembered; minibatches are
-sequences of some environments.
+A memory is empty where an episode begins or an agent comes back to life, in training as in evaluation. Training replays
+whole sequences from the memories with which the rollout began.
 
-Papers: de Witt et al. 2020 (arXiv:2011.09533); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
-Parent: ippo.py. Tags such as `detail lstm-3` name the details; docs/details.md lists them with their tests.
+Paper: de Witt et al. 2020 (arXiv:2011.09533). Parent: ippo.py, plus the memory.
 """
 
 from dataclasses import dataclass
@@ -20,308 +18,176 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
+from cleanmarl.layers import CELLS, AgentIds, Recurrent, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.run import Run
 
 
 @dataclass
-class Args:
-    seed: int = 1
-    """seed of the networks, the policies' samples, the minibatches and the environments"""
-    device: str = "cpu"
-    """torch device: cpu, cuda, cuda:1, mps; small networks are fastest on the CPU"""
-    torch_threads: int = 1
-    """threads of torch on the CPU"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    checkpoint_interval: int = 100_000
-    """environment steps between two checkpoints; there is always one at the end"""
-    resume: Path | None = None
-    """run folder to continue; --total-timesteps may be raised"""
+class Args(RunArgs):
     eval_episodes: int = 100
-    """episodes of the evaluation at the end, with the most probable actions; 0 for none"""
-    capture_video: bool = False
-    """record an episode at the end into the run folder"""
-    track: bool = False
-    """log to Weights & Biases too"""
-    wandb_project_name: str = "cleanmarl"
-    """Weights & Biases project"""
-    wandb_entity: str | None = None
-    """Weights & Biases team"""
-
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
-    total_timesteps: int = 1_000_000
+    total_timesteps: PositiveInt = 1_000_000
     """environment steps of the whole run, all environments together, however many agents act in each"""
 
-    share_parameters: bool = False
+    share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
+    hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers, and of the recurrent one"""
     cell: Literal["lstm", "gru"] = "lstm"
     """recurrent layer of policies and critics"""
-    hidden_dim: int = 64
-    """units of the first layer, and of the recurrent one"""
-    learning_rate: tuple[float, ...] = (5e-4,)
-    """learning rate of Adam, per agent"""
-    lr_schedule: tuple[Literal["constant", "linear", "kl-adaptive"], ...] = ("linear",)
-    """constant, linear fall to 0, or steered by the KL divergence of each epoch; per agent"""
-    lr_kl_target: float = 0.008
-    """KL divergence that the kl-adaptive schedule aims at"""
-    num_envs: int = 32
+    activation: Literal["tanh", "relu"] = "tanh"
+    """of the hidden layers; MAPPO's authors take ReLU, but tanh for simple_spread"""
+    learning_rate: PositiveFloat = 7e-4
+    """learning rate of the actors' Adam"""
+    critic_learning_rate: PositiveFloat = 7e-4
+    """learning rate of the critics' Adam"""
+    anneal_lr: bool = False
+    """let the learning rates fall linearly to 0 over the run"""
+    num_envs: PositiveInt = 128
     """N, environments stepped side by side"""
-    num_steps: int = 25
+    num_steps: PositiveInt = 25
     """T, steps of each environment in one rollout; gradients go back as far"""
-    gamma: tuple[float, ...] = (0.95,)
-    """discount factor, in [0, 1], per agent; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
-    gae_lambda: tuple[float, ...] = (0.95,)
-    """lambda of GAE, in [0, 1], per agent"""
-    num_minibatches: int = 2
-    """minibatches of one epoch; must divide num_envs (times the agents, with shared parameters)"""
-    update_epochs: tuple[int, ...] = (8,)
-    """passes over each rollout, per agent"""
+    gamma: UnitFloat = 0.95
+    """discount factor; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
+    gae_lambda: UnitFloat = 0.95
+    """lambda of GAE"""
+    num_minibatches: PositiveInt = 4
+    """minibatches of one epoch; must divide num_envs: a minibatch is the whole sequences of some environments"""
+    update_epochs: PositiveInt = 10
+    """passes over each rollout"""
     norm_adv: bool = True
-    """normalise the advantages of each minibatch"""
-    clip_coef: tuple[float, ...] = (0.2,)
-    """epsilon of the clipped objective, per agent"""
-    value_clip_coef: tuple[float, ...] = (0.0,)
-    """largest change of the value that its loss rewards, per agent; 0 for no clipping"""
-    ent_coef: tuple[float, ...] = (0.001,)
-    """weight of the entropy bonus, per agent"""
-    vf_coef: tuple[float, ...] = (1.0,)
-    """weight of the value loss, per agent"""
-    max_grad_norm: tuple[float, ...] = (0.5,)
-    """largest norm of the gradient of an agent's two networks, per agent"""
-    target_kl: tuple[float, ...] = (0.0,)
-    """an agent whose KL divergence exceeds this skips the rest of the update, per agent; 0 for never"""
-    normalize_obs: bool = False
-    """normalise observations by their running mean and deviation, each agent's own"""
+    """normalise the advantages of each rollout"""
+    clip_coef: PositiveFloat = 0.2
+    """epsilon of the clipped objective"""
+    value_clip_coef: NonNegativeFloat = 0.2
+    """largest change of the (normalised) value that its loss rewards; 0 for no clipping"""
+    huber_delta: NonNegativeFloat = 10.0
+    """error of the (normalised) value from which its loss grows linearly; 0 for the squared error"""
+    ent_coef: NonNegativeFloat = 0.01
+    """weight of the entropy bonus"""
+    max_grad_norm: PositiveFloat = 10.0
+    """largest norm of the gradient of a network"""
     normalize_value: bool = True
-    """let critics predict normalised returns, by the running mean and deviation, each agent's own"""
-    reward_scale: tuple[float, ...] = (1.0,)
-    """rewards are multiplied by this before learning, per agent"""
+    """let critics predict normalised returns, by the running mean and deviation (PopArt)"""
     time_limit_bootstrap: bool = True
-    """at a time limit add gamma V(final observation) to the reward: a truncated episode is not a terminated one"""
-    random_timesteps: int = 0
-    """environment steps of uniformly random legal actions at the start, without learning"""
-    learning_starts: int = 0
-    """environment steps before the first update"""
+    """at a time limit add gamma V(final state) to the reward: a truncated episode is not a terminated one"""
 
 
 def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
-    """The environments of a run; UsageError if their actions are continuous."""
-    envs = make(args.env_id, num_envs, **options)
-    message = f"ippo_lstm.py needs discrete actions and those of {args.env_id} are continuous"
-    check(not envs.continuous, f"{message}; try ippo_continuous_action.py")
-    return envs
+    """The environments of a run, with discrete actions."""
+    return make(args.env_id, num_envs, discrete=True, **options)
 
 
-class StackedLinear(nn.Module):
-    """M linear layers as one batched product: (M, B, in) -> (M, B, out)."""
-
-    def __init__(self, num_networks: int, size_in: int, size_out: int, std: float = np.sqrt(2)):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_networks, size_in, size_out))
-        self.bias = nn.Parameter(torch.zeros(num_networks, 1, size_out))
-        for weight in self.weight.detach():
-            nn.init.orthogonal_(weight, std)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.baddbmm(self.bias, x, self.weight)
+def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
+    for name, parameter in layer.named_parameters():
+        for weight in parameter.detach():  # of each network
+            nn.init.zeros_(weight) if "bias" in name else nn.init.orthogonal_(weight, std)
+    return layer
 
 
-class RecurrentNetwork(nn.Module):
-    """M networks: a tanh layer, the two parts of a recurrent layer's gates, and the output; Agent.forward runs them."""
+class PopArt(RunningMeanStd):
+    """Mean and deviation of all returns so far, for critics that predict normalised ones (van Hasselt et al. 2016)."""
 
-    def __init__(self, num_networks: int, size_in: int, hidden: int, num_gates: int, size_out: int, std: float):
-        super().__init__()
-        self.encoder = StackedLinear(num_networks, size_in, hidden)
-        # detail lstm-1: orthogonal weights of scale 1, biases 0
-        self.input = StackedLinear(num_networks, hidden, num_gates * hidden, std=1.0)
-        self.memory = StackedLinear(num_networks, hidden, num_gates * hidden, std=1.0)
-        self.head = StackedLinear(num_networks, hidden, size_out, std)
+    @property
+    def std(self) -> torch.Tensor:
+        return self.var.clamp(min=1e-2).sqrt()  # the floor of the official implementation
 
-
-def lstm(x, memory, state, sigmoid, tanh, chunk, concatenate):
-    """The state after a step, (M, B, 2H): the output and the cell; x, memory: (M, B, 4H), the two parts of its gates.
-
-    Equations and order of the gates as in torch.nn.LSTM (Hochreiter and Schmidhuber 1997); tensors, or NumPy arrays.
-    """
-    _, cell = chunk(state, 2, -1)
-    write, keep, new, show = chunk(x + memory, 4, -1)
-    cell = sigmoid(keep) * cell + sigmoid(write) * tanh(new)
-    return concatenate([sigmoid(show) * tanh(cell), cell], -1)
-
-
-def gru(x, memory, state, sigmoid, tanh, chunk, concatenate):
-    """The state after a step, (M, B, H): the output; x, memory: (M, B, 3H), the two parts of its gates.
-
-    Equations and order of the gates as in torch.nn.GRU (Cho et al. 2014); tensors, or NumPy arrays.
-    """
-    (x_reset, x_keep, x_new), (m_reset, m_keep, m_new) = chunk(x, 3, -1), chunk(memory, 3, -1)
-    new = tanh(x_new + sigmoid(x_reset + m_reset) * m_new)
-    return new + sigmoid(x_keep + m_keep) * (state - new)
-
-
-CELLS = {"lstm": (lstm, 4, 2), "gru": (gru, 3, 1)}  # function, number of gates, size of the state in units of H
-TORCH = torch.sigmoid, torch.tanh, torch.chunk, torch.cat
-NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, np.split, np.concatenate
-
-
-class RunningMeanStd(nn.Module):
-    """Mean and variance of all samples so far, for M networks and D features (Chan et al. 1979, parallel algorithm)."""
-
-    def __init__(self, num_networks: int, size: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(num_networks, 1, size))
-        self.register_buffer("var", torch.ones(num_networks, 1, size))
-        self.register_buffer("count", torch.zeros(num_networks, 1, 1))
-
-    def update(self, x: torch.Tensor, weight: torch.Tensor) -> None:
-        """x: (M, B, D); weight: (M, B, 1), 1 for samples that count and 0 for those of dead agents."""
-        count = weight.sum(1, keepdim=True)
-        mean = (x * weight).sum(1, keepdim=True) / count.clamp(min=1)
-        var = ((x - mean).square() * weight).sum(1, keepdim=True) / count.clamp(min=1)
-        total = (self.count + count).clamp(min=1)
-        delta = mean - self.mean
-        spread = self.var * self.count + var * count + delta.square() * self.count * count / total
-        self.mean += delta * count / total
-        self.var.copy_(torch.where(count > 0, spread / total, self.var))
-        self.count += count
-
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return (x - self.mean) / (self.var + 1e-8).sqrt()
-
-    def denormalize(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.var + 1e-8).sqrt() + self.mean
+    @torch.no_grad()
+    def update(self, return_: torch.Tensor, weight: torch.Tensor, last_layer: StackedLinear) -> None:
+        """Take in return_ (R, A) where weight is 1.0, and adapt the critics' last layer so that every value stays."""
+        old_mean, old_std = self.mean.clone(), self.std
+        super().update(return_[..., None], weight[..., None])
+        last_layer.weight *= (old_std / self.std)[..., None]
+        last_layer.bias *= (old_std / self.std)[..., None]
+        last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
 
 
 class Agent(nn.Module):
-    """The policies and critics of all agents, and their normalisers: M = A networks, or M = 1 shared by all.
+    """The policies and critics of all agents, with one network that serves all of them, or one for each.
 
-    Arrays of the environment have the agents as second axis, (R, A, ...) with R rows; `by_network` brings arrays and
-    tensors to (M, B, ...), where B = R rows of each agent, or B = R * A rows of the shared network. States (2M, B, S)
-    hold the memories of the policies, then those of the critics.
+    Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side. All steps of
+    N environments follow each other, from `memory` (N, A, H) before the first; after the steps in forget (R, A) it is 0.
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        self.num_agents, self.shared, self.team_reward = envs.num_agents, args.share_parameters, envs.team_reward
-        self.ids = np.eye(self.num_agents, dtype=np.float32)
-        num_networks = 1 if self.shared else self.num_agents
-        obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
-        num_actions, hidden = int(envs.action_sizes.max()), args.hidden_dim
-        self.cell, num_gates, state_size = CELLS[args.cell]
-        self.hidden, self.state_size = hidden, state_size * hidden
-        self.actor = RecurrentNetwork(num_networks, obs_size, hidden, num_gates, num_actions, std=0.01)
-        self.critic = RecurrentNetwork(num_networks, obs_size, hidden, num_gates, 1, std=1.0)
-        self.obs_stats = RunningMeanStd(num_networks, obs_size) if args.normalize_obs else None
-        self.value_stats = RunningMeanStd(num_networks, 1) if args.normalize_value else None
+        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        M = 1 if args.share_parameters else A  # networks
+        obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
+        # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
+        ids = AgentIds(A) if args.share_parameters else nn.Identity()
+        activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
+        self.actor = Recurrent(
+            ids,
+            layer_init(StackedLinear(M, obs_size, hidden)),
+            activation(),
+            layer_init(StackedLinear(M, hidden, hidden)),
+            activation(),
+            layer_init(CELLS[args.cell](M, hidden, hidden), std=1.0),
+            layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
+        )
+        self.critic = Recurrent(
+            ids,
+            layer_init(StackedLinear(M, obs_size, hidden)),
+            activation(),
+            layer_init(StackedLinear(M, hidden, hidden)),
+            activation(),
+            layer_init(CELLS[args.cell](M, hidden, hidden), std=1.0),
+            layer_init(StackedLinear(M, hidden, 1), std=1.0),
+        )
+        self.value_stats = PopArt(M, 1) if args.normalize_value else None
+        self.share_parameters, self.team_reward = args.share_parameters, envs.team_reward
 
-    def by_network(self, x):
-        """(R, A, ...) -> (M, B, ...)."""
-        return x.reshape(1, -1, *x.shape[2:]) if self.shared else x.swapaxes(0, 1)
+    def logits(self, obs: torch.Tensor, action_mask: torch.Tensor, memory: torch.Tensor, forget: torch.Tensor):
+        """Logits (R, A, K), illegal ones far below; obs (R, A, D), action_mask (R, A, K)."""
+        return self.actor(obs, memory, forget)[0].masked_fill(~action_mask, -1e8)  # detail ippo-3: illegal actions
 
-    def by_agent(self, x):
-        """(M, B, ...) -> (R, A, ...)."""
-        return x.reshape(-1, self.num_agents, *x.shape[2:]) if self.shared else x.swapaxes(0, 1)
+    def normalized_value(self, obs: torch.Tensor, memory: torch.Tensor, forget: torch.Tensor | None = None):
+        """Values (R, A) as the critics predict them, and their memories (R, A, H) after each step; obs (R, A, D)."""
+        value, memories = self.critic(obs, memory, forget)  # detail ippo-2: from what the agent itself observes
+        return value.squeeze(-1), memories
 
-    def features(self, obs: np.ndarray) -> np.ndarray:
-        """What the networks see: obs (R, A, D), with ids if they are shared -> (M, B, D), not yet normalised."""
-        if self.shared:
-            with_ids = np.empty((*obs.shape[:2], obs.shape[2] + self.num_agents), np.float32)
-            with_ids[..., : obs.shape[2]], with_ids[..., obs.shape[2] :] = obs, self.ids
-            obs = with_ids
-        return self.by_network(obs)
+    def value(self, obs: torch.Tensor, memory: torch.Tensor):
+        """Values (N, A) of one step, in the unit of the returns, and the memory (N, A, H) after it."""
+        value, memory = self.normalized_value(obs, memory)
+        stats = self.value_stats
+        return value if stats is None else stats.denormalize(value[..., None]).squeeze(-1), memory
 
-    def earns(self, alive: torch.Tensor) -> torch.Tensor:
-        """1.0 where there is a return to predict: for the living (1.0 in `alive`), and for the dead of a team."""
-        return torch.ones_like(alive) if self.team_reward else alive
-
-    def normalize(self, features: torch.Tensor) -> torch.Tensor:
-        return features if self.obs_stats is None else self.obs_stats.normalize(features).clamp(-10, 10)
-
-    def denormalize(self, value: torch.Tensor) -> torch.Tensor:
-        """Values (M, ..., B) in the unit of the returns."""
-        return value if self.value_stats is None else self.value_stats.denormalize(value)
-
-    def first_state(self, num_envs: int) -> torch.Tensor:
-        # detail lstm-2: the state is 0 at first
-        num_sequences = num_envs * (self.num_agents if self.shared else 1)
-        weight = self.actor.head.weight
-        return torch.zeros(2 * len(weight), num_sequences, self.state_size, device=weight.device)
-
-    def forward(self, features: torch.Tensor, state: torch.Tensor, done: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run sequences of T steps from `state` (2M, B, S), which is forgotten after the steps in done (M, T, B).
-
-        features (M, T, B, D) are normalised. Returns logits (M, T, B, K), values (M, T, B), normalised if they are
-        learned so, the states (2M, T, B, S) that gave them, and the state (2M, B, S) to go on from.
-        """
-        # Policies and critics side by side are one stack of 2M networks: one loop over the steps serves both.
-        networks, steps = (self.actor, self.critic), features.shape[1:3]
-        inputs = torch.cat([n.input(torch.tanh(n.encoder(features.flatten(1, 2)))) for n in networks])
-        weight, bias = (torch.cat([getattr(n.memory, name) for n in networks]) for name in ("weight", "bias"))
-        # detail lstm-3: the state is 0 again after an episode's end
-        keep, states = (1 - done).repeat(2, 1, 1)[..., None], []
-        for x, kept in zip(inputs.unflatten(1, steps).unbind(1), keep.unbind(1)):
-            memory = torch.baddbmm(bias, state[..., : self.hidden], weight)
-            states.append(self.cell(x, memory, state, *TORCH))
-            state = states[-1] * kept
-        states = torch.stack(states, 1)
-        actor_output, critic_output = states[..., : self.hidden].flatten(1, 2).chunk(2)
-        logits = self.actor.head(actor_output).unflatten(1, steps)
-        value = self.critic.head(critic_output).unflatten(1, steps).squeeze(-1)
-        return logits, value, states, state
-
-
-def numpy_actor(agent: Agent):
-    """The actors as a NumPy function, features (M, B, D), state (M, B, S) -> logits (M, B, K), state after them.
-
-    For the few rows of one step it takes a quarter of torch's time. Who changes the network changes it here too.
-    """
-    w1, b1, w2, b2, w3, b3, w4, b4 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
-    if agent.obs_stats is not None:
-        mean, std = agent.obs_stats.mean.cpu().numpy(), (agent.obs_stats.var + 1e-8).sqrt().cpu().numpy()
-
-    def actor(x: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if agent.obs_stats is not None:
-            x = ((x - mean) / std).clip(-10, 10)
-        inputs, memory = np.tanh(x @ w1 + b1) @ w2 + b2, state[..., : agent.hidden] @ w3 + b3
-        state = agent.cell(inputs, memory, state, *NUMPY)
-        return state[..., : agent.hidden] @ w4 + b4, state
-
-    return actor
-
-
-def gumbel_noise(*shape: int) -> np.ndarray:
-    """Noise that makes argmax(logits + noise) a sample of softmax(logits), from torch's generator."""
-    return -torch.empty(shape).exponential_().log().numpy()
-
-
-def actor_state(state: torch.Tensor) -> np.ndarray:
-    """The policies' half of a state, (M, B, S)."""
-    return state.chunk(2)[0].cpu().numpy()
-
-
-def forget(agent: Agent, state: np.ndarray, done: np.ndarray) -> np.ndarray:
-    """A state (M, B, S), 0 where done (N, A) says that an agent's episode is over."""
-    return state * ~agent.by_network(done)[..., None]
+    def mean(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Weighted mean over each network's samples: x, weight (R, A) -> (1,) if it is shared, else (A,)."""
+        axes = (0, 1) if self.share_parameters else 0
+        return ((x * weight).sum(axes) / weight.sum(axes).clamp(min=1)).view(-1)
 
 
 def make_policy(agent: Agent, greedy: bool = True):
     """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples."""
-    actor, state = numpy_actor(agent), None
+    actor, memory, alive = as_numpy(agent.actor), None, None
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
-        nonlocal state
+        nonlocal memory, alive
         if done.all():  # at the beginning, when the number of environments may be another one
-            state = actor_state(agent.first_state(len(obs)))
-        state = forget(agent, state, np.tile(done[:, None], agent.num_agents))
-        logits, state = actor(agent.features(obs), state)
-        logits = agent.by_agent(logits)
+            memory, alive = np.zeros((*obs.shape[:2], agent.actor.memory_size), np.float32), info["agent_mask"]
+        logits, memory = actor(obs, memory * ~forgets(done, alive, info)[..., None])
+        alive = info["agent_mask"].copy()
         noise = 0 if greedy else gumbel_noise(*logits.shape)
         return np.where(info["action_mask"], logits + noise, -np.inf).argmax(-1)
 
     return policy
+
+
+def forgets(done: np.ndarray, alive: np.ndarray, info: dict) -> np.ndarray:
+    """(N, A) True where memories are emptied: an episode is done (N,), or who was not alive (N, A) is so in `info`."""
+    return done[:, None] | ~alive & info["agent_mask"]  # detail recurrent-1: what comes back has a fresh memory
+
+
+def gumbel_noise(*shape: int) -> np.ndarray:
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
+    return -torch.empty(shape).exponential_().log().numpy()
 
 
 class Rollout(NamedTuple):
@@ -331,17 +197,19 @@ class Rollout(NamedTuple):
     action_mask: np.ndarray  # (T, N, A, K) bool, True = legal
     agent_mask: np.ndarray  # (T, N, A) bool, True = alive
     action: np.ndarray  # (T, N, A) int64
+    log_prob: np.ndarray  # (T, N, A) float32, of the policy that acted
     reward: np.ndarray  # (T, N, A) float32
-    done: np.ndarray  # (T, N, A) bool, the episode ended, or the agent died with this step and has no team that earns
-    cut: np.ndarray  # (T, N, A) bool, still earning when a time limit ended the episode, with final_obs
-    final_obs: np.ndarray  # (T, N, A, D) float32, where cut
+    value: np.ndarray  # (T, N, A) float32, in the unit of the returns
+    done: np.ndarray  # (T, N, A) bool, the episode ended with this step, or the agent died and has no team that earns
+    forget: np.ndarray  # (T, N, A) bool, memories are emptied after this step
+    memory: np.ndarray  # (1, N, A, H) float32, of the actors before the first step
+    critic_memory: np.ndarray  # (1, N, A, H) float32, of the critics
 
 
-def gae(reward, value, next_value, done, gamma, gae_lambda) -> np.ndarray:
+def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
     """Generalized advantage estimation (Schulman et al. 2016, equation 16), cut where an episode ended.
 
-    reward, value, done: (T, ..., A); next_value: (..., A), of the observation after the last step; gamma, gae_lambda:
-    numbers, or (A,) one per agent. Returns (T, ..., A).
+    reward, value, done: (T, ..., A); next_value: (..., A), of the observation after the last step. Returns (T, ..., A).
     """
     nonterminal = 1.0 - done
     following = np.concatenate([value[1:], next_value[None]])
@@ -353,302 +221,194 @@ def gae(reward, value, next_value, done, gamma, gae_lambda) -> np.ndarray:
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: MultiAgentVectorEnv, start, state, rollout: Rollout, args: Args, run: Run):
-    """Step the environments for one rollout from `start`, the (obs, info) before it; returns the (obs, info) after it.
+def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, args: Args, run: Run):
+    """Step the environments for one rollout from `start`: (obs, info, memories) before it; returns those after it.
 
-    Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch, and so
-    does the state after it. state: (2M, B, S), before it.
+    Values come along: that of a final observation needs what the critic remembers of the episode.
     """
-    reward_scale, state = np.array(args.reward_scale, np.float32), actor_state(state)
-    actor, noise = numpy_actor(agent), gumbel_noise(*rollout.action_mask.shape)
-    obs, info = start
+    actor, noise = as_numpy(agent.actor), gumbel_noise(*rollout.action_mask.shape)
+    logits = np.empty_like(noise)  # (T, N, A, K)
+    obs, info, (memory, critic_memory) = start
+    rollout.memory[:], rollout.critic_memory[:] = memory, critic_memory
     for t in range(args.num_steps):
         rollout.obs[t], rollout.action_mask[t], rollout.agent_mask[t] = obs, info["action_mask"], info["agent_mask"]
-        warm_up = run.step + t * args.num_envs < args.random_timesteps
-        logits, state = actor(agent.features(obs), state)
-        logits = 0 if warm_up else agent.by_agent(logits)
-        rollout.action[t] = np.where(rollout.action_mask[t], logits + noise[t], -np.inf).argmax(-1)
+        outputs, memory = actor(obs, memory)
+        logits[t] = np.where(info["action_mask"], outputs, -1e8)
+        rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
+        seen = to_tensors(agent, obs, critic_memory)
+        rollout.value[t], critic_memory = (x.cpu().numpy() for x in agent.value(*seen))
 
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
-        done = termination | truncation
-        # Death ends an agent's own episode; at the end of the whole episode `info` is of the next one already.
         alive, dies = rollout.agent_mask[t], rollout.agent_mask[t] & ~info["agent_mask"]
-        if agent.team_reward:  # Death is no end: the dead go on earning what the team, each of the living, earns.
+        if agent.team_reward:  # death is no end: the dead go on earning what the team, each of the living, earns
             reward, dies = reward.sum(1, keepdims=True) / alive.sum(1, keepdims=True), False
-        rollout.reward[t] = reward * reward_scale
-        rollout.done[t] = done[:, None] | dies
-        state = forget(agent, state, rollout.done[t])
-        rollout.cut[t] = False
+        rollout.reward[t] = reward
+        rollout.done[t] = (termination | truncation)[:, None] | dies
+        rollout.forget[t] = forgets(termination | truncation, alive, info)
         if "_episode" in info:
             run.log_episodes(info)
-            cut = truncation & ~termination & args.time_limit_bootstrap
-            rollout.cut[t, cut] = agent.team_reward | info["final_agent_mask"][cut]
-            rollout.final_obs[t, cut] = info["final_obs"][cut]
-    return obs, info
+            cut = np.flatnonzero(truncation & ~termination)
+            if args.time_limit_bootstrap and len(cut):
+                final_value = (
+                    agent.value(*to_tensors(agent, info["final_obs"][cut], critic_memory[cut]))[0].cpu().numpy()
+                )
+                has_value = agent.team_reward | info["final_agent_mask"][cut]
+                rollout.reward[t, cut] += args.gamma * final_value * has_value  # detail ippo-5: a time limit is no end
+        memory, critic_memory = (x * ~rollout.forget[t, ..., None] for x in (memory, critic_memory))
+    log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
+    rollout.log_prob[:] = log_prob.squeeze(-1)
+    return obs, info, (memory, critic_memory)
+
+
+def to_tensors(agent: Agent, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """Arrays as float32 tensors where the agent is."""
+    device = next(agent.parameters()).device
+    return [torch.from_numpy(x).to(device, torch.float32) for x in arrays]
 
 
 class Batch(NamedTuple):
-    """A rollout as the networks learn from it, tensors (M, T, B, ...) of B sequences, or of those of a minibatch."""
+    """A rollout as the networks learn from it, tensors (R, A, ...) with a row for each step of each environment."""
 
-    features: torch.Tensor  # (M, T, B, D) normalised observations
-    action_mask: torch.Tensor  # (M, T, B, K)
-    alive: torch.Tensor  # (M, T, B) 1.0 for living agents, 0.0 for the rest
-    action: torch.Tensor  # (M, T, B)
-    log_prob: torch.Tensor  # (M, T, B) of the policy that acted
-    advantage: torch.Tensor  # (M, T, B)
-    return_: torch.Tensor  # (M, T, B) normalised if the values are
-    value: torch.Tensor  # (M, T, B) likewise
-    done: torch.Tensor  # (M, T, B) 1.0 where the state is forgotten after the step
-    state: torch.Tensor  # (2M, 1, B, S) before the first step
+    obs: torch.Tensor  # (R, A, D)
+    action_mask: torch.Tensor  # (R, A, K)
+    alive: torch.Tensor  # (R, A) 1.0 for living agents, 0.0 for the rest
+    earns: torch.Tensor  # (R, A) 1.0 where there is a return to predict: for the living, and for the dead of a team
+    action: torch.Tensor  # (R, A)
+    log_prob: torch.Tensor  # (R, A) of the policy that acted
+    advantage: torch.Tensor  # (R, A) normalised
+    return_: torch.Tensor  # (R, A) normalised if the values are
+    value: torch.Tensor  # (R, A) likewise
+    forget: torch.Tensor  # (R, A)
+    memory: torch.Tensor  # (N, A, H)
+    critic_memory: torch.Tensor  # (N, A, H)
 
 
 @torch.no_grad()
-def estimate(agent: Agent, rollout: Rollout, state: torch.Tensor, next_obs: np.ndarray, args: Args):
-    """Log-probabilities, values, advantages, returns of a rollout: its Batch, and the state (2M, B, S) after it.
-
-    state (2M, B, S) is the one before it, next_obs (N, A, D) the observation after it.
-    """
-    device, (T, N, A) = state.device, rollout.reward.shape
-
-    def by_network(x: np.ndarray) -> torch.Tensor:  # (T, N, A, ...) -> (M, T, B, ...)
-        return agent.by_network(torch.from_numpy(x).to(device).flatten(0, 1)).unflatten(1, (T, -1))
-
-    def by_agent(x: torch.Tensor) -> np.ndarray:  # (M, T, B) -> (T, N, A)
-        return agent.by_agent(x.flatten(1)).reshape(T, N, A).cpu().numpy()
-
-    def value_of(obs: np.ndarray, state: torch.Tensor) -> np.ndarray:  # one step from `state`, obs (R, A, D) -> (R, A)
-        features = agent.normalize(torch.from_numpy(agent.features(obs)).to(device))[:, None]
-        value = agent(features, state, torch.zeros_like(features[..., 0]))[1]
-        return agent.by_agent(agent.denormalize(value)[:, 0]).cpu().numpy()
-
-    obs = rollout.obs.reshape(-1, *next_obs.shape[1:])  # (T * N, A, D)
-    features = agent.normalize(torch.from_numpy(agent.features(obs)).to(device)).unflatten(1, (T, -1))
-    action_mask, action = by_network(rollout.action_mask), by_network(rollout.action)
-    alive, done = by_network(rollout.agent_mask).float(), by_network(rollout.done).float()
-    logits, value, states, next_state = agent(features, state, done)
-    log_probs = logits.masked_fill(~action_mask, -1e8).log_softmax(-1)
-    log_prob = log_probs.gather(-1, action[..., None]).squeeze(-1)
-    value = agent.denormalize(value)
-    next_value = value_of(next_obs, next_state)
-    gamma, gae_lambda = np.array(args.gamma), np.array(args.gae_lambda)
-    reward = rollout.reward.copy()
-    t, n = np.nonzero(rollout.cut.any(-1))
-    if len(t):
-        final_state = states.unflatten(2, (N, -1))[:, t, n].flatten(1, 2)
-        reward[t, n] += gamma * value_of(rollout.final_obs[t, n], final_state) * rollout.cut[t, n]
-    advantage = gae(reward, by_agent(value), next_value, rollout.done, gamma, gae_lambda)
-    advantage = by_network(advantage.astype(np.float32))
-    return_ = advantage + value
+def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, memories, args: Args) -> Batch:
+    """Advantages and returns of a rollout; next_obs (N, A, D) and memories are what follows it."""
+    device = next(agent.parameters()).device
+    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    alive = rows.agent_mask.float()
+    earns = torch.ones_like(alive) if agent.team_reward else alive
+    next_value = agent.value(*to_tensors(agent, next_obs, memories[1]))[0].cpu().numpy()
+    advantage = gae(rollout.reward, rollout.value, next_value, rollout.done, args.gamma, args.gae_lambda)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    return_, value = advantage + rows.value, rows.value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
-        agent.value_stats.update(return_.flatten(1)[..., None], agent.earns(alive).flatten(1)[..., None])
-        return_, value = agent.value_stats.normalize(return_), agent.value_stats.normalize(value)
-    learned = alive, action, log_prob, advantage, return_, value, done
-    return Batch(features, action_mask, *learned, state[:, None]), next_state
+        agent.value_stats.update(return_, earns, agent.critic[-1])  # detail mappo-1: PopArt
+        return_, value = (agent.value_stats.normalize(x[..., None]).squeeze(-1) for x in (return_, value))
+    if args.norm_adv:  # detail mappo-6: advantages are normalised over the rollout, not per minibatch
+        advantage = advantage - agent.mean(advantage, alive)
+        advantage = advantage / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)
+    learned = rows.action, rows.log_prob, advantage, return_, value, rows.forget, rows.memory, rows.critic_memory
+    return Batch(rows.obs, rows.action_mask, alive, earns, *learned)
 
 
-class Settings(NamedTuple):
-    """Settings of an update: a number where one value was given, (M, 1, 1) where the agents have their own."""
+def ippo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of the actors and the critics, summed over networks that share no parameter, and diagnostics by name.
 
-    ratio_low: float | torch.Tensor  # 1 - clip_coef
-    ratio_high: float | torch.Tensor  # 1 + clip_coef
-    value_clip: float | torch.Tensor | None  # infinite for agents without value clipping; None if none has it
-    ent_coef: float | torch.Tensor
-    vf_coef: float | torch.Tensor
-    max_grad_norm: float | torch.Tensor  # (M, 1)
-
-
-def make_settings(args: Args, device: torch.device) -> Settings:
-    """The arguments that an update computes with."""
-
-    def per_network(values, shape=(-1, 1, 1)):
-        return values[0] if len(values) == 1 else torch.tensor(values, device=device).reshape(shape)
-
-    clip_coef = per_network(args.clip_coef)
-    value_clip = per_network([c if c > 0 else float("inf") for c in args.value_clip_coef])
-    value_clip = value_clip if any(args.value_clip_coef) else None
-    ent_coef, vf_coef = per_network(args.ent_coef), per_network(args.vf_coef)
-    max_grad_norm = per_network(args.max_grad_norm, (-1, 1))
-    return Settings(1 - clip_coef, 1 + clip_coef, value_clip, ent_coef, vf_coef, max_grad_norm)
-
-
-def ippo_loss(agent: Agent, batch: Batch, settings: Settings, norm_adv: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each network's own PPO loss (M,), and its diagnostics (5, M): policy, value, entropy, approx_kl, clipfrac."""
-    # (M, T, B) weights that turn a sum into the mean over the samples of living agents, or over those with a return
-    weight = batch.alive / batch.alive.sum((1, 2), keepdim=True).clamp(min=1)
-    earns = agent.earns(batch.alive)
-    value_weight = earns / earns.sum((1, 2), keepdim=True).clamp(min=1)
-
-    # detail lstm-5: the states are replayed from the one before the rollout
-    logits, new_value, _, _ = agent(batch.features, batch.state[:, 0], batch.done)
-    log_probs = logits.masked_fill(~batch.action_mask, -1e8).log_softmax(-1)
-    log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
-    log_ratio = (log_prob - batch.log_prob) * batch.alive  # 0 for dead agents: their ratio cannot overflow
-    ratio = log_ratio.exp()
-
-    advantage = batch.advantage
-    if norm_adv:
-        advantage = advantage - (advantage * weight).sum((1, 2), keepdim=True)
-        advantage = advantage / ((advantage.square() * weight).sum((1, 2), keepdim=True).sqrt() + 1e-8)
-
-    clipped_ratio = torch.clamp(ratio, settings.ratio_low, settings.ratio_high)
-    policy_loss = -torch.min(advantage * ratio, advantage * clipped_ratio)
-
-    if settings.value_clip is not None:
-        new_value = batch.value + torch.clamp(new_value - batch.value, -settings.value_clip, settings.value_clip)
-    value_loss = (new_value - batch.return_).square()
-
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
-    loss = (policy_loss - settings.ent_coef * entropy) * weight + settings.vf_coef * value_loss * value_weight
-
-    with torch.no_grad():
-        approx_kl = ratio - 1 - log_ratio
-        clipped = (ratio != clipped_ratio).float()
-        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipped])
-        stats = (stats * torch.stack([weight, value_weight, weight, weight, weight])).sum((-2, -1))
-    return loss.sum((1, 2)), stats
-
-
-def stack_parameters(agent: Agent) -> torch.Tensor:
-    """Put all parameters of network m into row m of one tensor (M, P), which makes a row a network to the optimizer.
-
-    The agent's parameters become views of it: what changes the rows changes the agent.
+    A diagnostic is the mean over the networks.
     """
-    parameters = list(agent.parameters())  # each (M, ...)
-    rows = torch.cat([p.detach().flatten(1) for p in parameters], dim=1)
-    for p, values in zip(parameters, rows.split([p[0].numel() for p in parameters], dim=1)):
-        p.data = values.view_as(p)
-    return rows
+    # detail recurrent-2: memories are replayed from those before the rollout
+    log_probs = agent.logits(batch.obs, batch.action_mask, batch.memory, batch.forget).log_softmax(-1)
+    log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
+    log_ratio = (log_prob - batch.log_prob) * batch.alive  # detail ippo-4: the dead add nothing; their ratio is 1
+    ratio = log_ratio.exp()
+    clipped_ratio = torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+    surrogate = torch.min(batch.advantage * ratio, batch.advantage * clipped_ratio)
+    policy_loss = -agent.mean(surrogate, batch.alive)
+    entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
+
+    new_value, _ = agent.normalized_value(batch.obs, batch.critic_memory, batch.forget)
+    delta = args.huber_delta or float("inf")
+    value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)  # detail mappo-4: Huber loss
+    if args.value_clip_coef > 0:  # detail mappo-5: the larger of the errors with and without clipping
+        clipped_value = batch.value + torch.clamp(new_value - batch.value, -args.value_clip_coef, args.value_clip_coef)
+        clipped_error = F.huber_loss(clipped_value, batch.return_, reduction="none", delta=delta)
+        value_error = torch.max(value_error, clipped_error)
+    value_loss = agent.mean(value_error, batch.earns)
+
+    loss = (policy_loss - args.ent_coef * entropy + value_loss).sum()
+    with torch.no_grad():
+        stats = {
+            "policy_loss": policy_loss.mean(),
+            "value_loss": value_loss.mean(),
+            "entropy": entropy.mean(),
+            "approx_kl": agent.mean(ratio - 1 - log_ratio, batch.alive).mean(),
+            "clipfrac": agent.mean((ratio != clipped_ratio).float(), batch.alive).mean(),
+        }
+    return loss, stats
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, settings: Settings, args: Args) -> dict:
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
-    num_networks, _, num_sequences = batch.action.shape
-    parameters = list(agent.parameters())
-    rows = [row for group in optimizer.param_groups for row in group["params"]]  # row m: the parameters of network m
-    target_kl = np.broadcast_to(args.target_kl, num_networks)
-    active = np.ones(num_networks, bool)  # networks that still learn from this rollout
+    num_envs = len(batch.memory)
     all_stats = []
-    for epoch in range(max(args.update_epochs)):
-        active &= epoch < np.array(args.update_epochs)
-        learning = active.copy()
+    for _ in range(args.update_epochs):
         minibatches = [batch]
-        if args.num_minibatches > 1:
-            # detail lstm-4: minibatches are whole sequences of some environments, in random order
-            order = torch.randperm(num_sequences, device=batch.action.device)
-            parts = [x[:, :, order].split(num_sequences // args.num_minibatches, dim=2) for x in batch]
-            minibatches = map(Batch._make, zip(*parts))
+        if args.num_minibatches > 1:  # detail mappo-8: whole sequences of some environments, with all agents
+            order = torch.randperm(num_envs, device=batch.action.device)
+            parts = [x.unflatten(0, (-1, num_envs))[:, order].chunk(args.num_minibatches, dim=1) for x in batch]
+            minibatches = (Batch(*(x.flatten(0, 1) for x in part)) for part in zip(*parts))
         for minibatch in minibatches:
-            loss, stats = ippo_loss(agent, minibatch, settings, args.norm_adv)
-            if target_kl.any():
-                active &= (target_kl == 0) | (stats[3].cpu().numpy() <= target_kl)
-            # The losses share no parameter: the gradient of their sum is each network's gradient of its own loss.
-            gradient = torch.cat([g.flatten(1) for g in torch.autograd.grad(loss.sum(), parameters)], dim=1)  # (M, P)
-            gradient *= (settings.max_grad_norm / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
-            for row, row_gradient, is_active in zip(rows, gradient.unbind(), active):
-                row.grad = row_gradient if is_active else None  # Adam leaves a row without gradient alone
+            loss, stats = ippo_loss(agent, minibatch, args)
+            optimizer.zero_grad()
+            loss.backward()
+            norms = clip_grad_norms_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
             optimizer.step()
-            all_stats.append(stats)
-        if "kl-adaptive" in args.lr_schedule:
-            epoch_kl = torch.stack(all_stats[-args.num_minibatches :])[:, 3].mean(0)  # (M,)
-            adapt_learning_rate(optimizer, epoch_kl, learning, args)
-        if not active.any():
-            break
-    names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean((0, 2)).tolist())}
+            all_stats.append(stats | {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]})
+    metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
     metrics["train/explained_variance"] = (1 - (return_ - value).var() / return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 
-def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, learning: np.ndarray, args: Args) -> None:
-    """The kl-adaptive schedule: policies that are learning slow down 1.5 times if they move too far, or speed up."""
-    schedules = np.broadcast_to(args.lr_schedule, len(optimizer.param_groups))
-    for m in np.flatnonzero((schedules == "kl-adaptive") & learning):
-        group = optimizer.param_groups[m]
-        if kl[m] > 2 * args.lr_kl_target:
-            group["lr"] = max(group["lr"] / 1.5, 1e-6)
-        elif kl[m] < args.lr_kl_target / 2:
-            group["lr"] = min(group["lr"] * 1.5, 1e-2)
-
-
-def check_args(args: Args) -> None:
-    """What can be checked without the environment; raises UsageError."""
-    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
-    check_positive(args, "hidden_dim", "checkpoint_interval", "max_grad_norm", "clip_coef", "lr_kl_target")
-    for name in ("gamma", "gae_lambda"):
-        check(all(0 <= x <= 1 for x in getattr(args, name)), f"--{name.replace('_', '-')} must be in [0, 1]")
-    for name in ("value_clip_coef", "target_kl"):
-        check(all(x >= 0 for x in getattr(args, name)), f"--{name.replace('_', '-')} must be at least 0")
-
-
-def check_per_agent(args: Args, num_agents: int) -> None:
-    """Check the lengths of the settings that are given once or per agent."""
-    of_rewards = ["gamma", "gae_lambda", "reward_scale"]
-    of_networks = ["learning_rate", "lr_schedule", "update_epochs", "clip_coef", "value_clip_coef", "ent_coef"]
-    of_networks += ["vf_coef", "max_grad_norm", "target_kl"]
-    for name in of_rewards + of_networks:
-        flag, length = f"--{name.replace('_', '-')}", len(getattr(args, name))
-        check(length in (1, num_agents), f"{flag} takes one value or one for each of {num_agents} agents, not {length}")
-        if args.share_parameters and name in of_networks:
-            check(length == 1, f"{flag} takes one value with --share-parameters, not {length}: there is one network")
-
-
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    check_args(args)
-    device = find_device(args.device)
-    seed_everything(args.seed, args.torch_threads)
-    envs = make_envs(args, args.num_envs)
-    T, N = args.num_steps, args.num_envs
-    (A, D), K = envs.single_observation_space.shape, envs.real_actions.shape[1]
-    check_per_agent(args, A)
-    steps_per_update = T * N
-    sequences = N * (A if args.share_parameters else 1)
-    message = f"{sequences} sequences of a rollout are not divisible by --num-minibatches {args.num_minibatches}: "
-    message += "a minibatch is the whole sequences of some environments; change --num-envs or --num-minibatches"
-    check(sequences % args.num_minibatches == 0, message)
+    steps_per_update = args.num_envs * args.num_steps
+    message = f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}"
+    check(args.num_envs % args.num_minibatches == 0, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps_per_update} steps"
     check(args.total_timesteps >= steps_per_update, message)
+    device = set_up(args)
 
+    envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    rows = stack_parameters(agent)
-    learning_rate = np.broadcast_to(args.learning_rate, len(rows)).tolist()
-    groups = [{"params": [row], "lr": lr} for row, lr in zip(rows, learning_rate)]
-    if len(args.learning_rate) == len(args.lr_schedule) == 1 and "kl-adaptive" not in args.lr_schedule:
-        groups = [{"params": list(rows), "lr": learning_rate[0]}]  # one call of Adam for all
+    of_critic = set(agent.critic.parameters())
+    groups = [
+        {"params": [p for p in agent.parameters() if p not in of_critic], "lr": args.learning_rate},
+        {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},
+    ]
     optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
+    T, N, A, K = args.num_steps, args.num_envs, *envs.real_actions.shape
     rollout = Rollout(
-        obs=np.zeros((T, N, A, D), np.float32),
+        obs=np.zeros((T, N, *envs.single_observation_space.shape), envs.single_observation_space.dtype),
         action_mask=np.zeros((T, N, A, K), bool),
         agent_mask=np.zeros((T, N, A), bool),
         action=np.zeros((T, N, A), np.int64),
+        log_prob=np.zeros((T, N, A), np.float32),
         reward=np.zeros((T, N, A), np.float32),
+        value=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
-        cut=np.zeros((T, N, A), bool),
-        final_obs=np.zeros((T, N, A, D), np.float32),
+        forget=np.zeros((T, N, A), bool),
+        memory=np.zeros((1, N, A, agent.actor.memory_size), np.float32),
+        critic_memory=np.zeros((1, N, A, agent.critic.memory_size), np.float32),
     )
 
-    settings = make_settings(args, device)
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now, state = envs.reset(seed=args.seed + run.step), agent.first_state(N)
+        now = *envs.reset(seed=args.seed + run.step), (rollout.memory[0], rollout.critic_memory[0])
         for iteration in range(run.step // steps_per_update, num_updates):
-            for group, lr, schedule in zip(optimizer.param_groups, learning_rate, args.lr_schedule * len(rows)):
-                if schedule == "linear":
-                    group["lr"] = lr * (1 - iteration / num_updates)
+            if args.anneal_lr:
+                remaining = 1 - iteration / num_updates
+                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
 
-            now = collect(agent, envs, now, state, rollout, args, run)
+            now = collect(agent, envs, now, rollout, args, run)
             run.step += steps_per_update
-            batch, state = estimate(agent, rollout, state, now[0], args)
-            metrics = {}
-            at_random = run.step - steps_per_update < args.random_timesteps  # the rollout began so
-            if not at_random and run.step >= args.learning_starts:
-                metrics = update(agent, optimizer, batch, settings, args)
-                metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
-            if agent.obs_stats is not None:  # only now: the update needs the statistics that the rollout acted with
-                features = agent.features(rollout.obs.reshape(steps_per_update, A, D))
-                agent.obs_stats.update(torch.from_numpy(features).to(device), batch.alive.flatten(1)[..., None])
-            run.log(metrics)
+            batch = estimate(agent, rollout, now[0], now[2], args)
+            metrics = update(agent, optimizer, batch, args)
+            run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

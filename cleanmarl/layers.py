@@ -3,7 +3,7 @@
 A stack of networks is written as one: nn.Sequential(StackedLinear(A, D, 64), nn.Tanh(), StackedLinear(A, 64, K)) gives
 every agent a network of its own, and with 1 instead of A one network serves all agents. The gradient of a sum of losses
 that share no parameter is the gradient of each, so one `backward` and one optimizer serve all of them. Networks that
-remember are Recurrent(...) instead of nn.Sequential(...), on sequences (T, N, A, ...).
+remember are Recurrent(...) instead of nn.Sequential(...), on rows of T steps of N environments.
 """
 
 from collections.abc import Callable, Collection
@@ -128,24 +128,30 @@ class StackedCell(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, state: torch.Tensor, forget: torch.Tensor | None = None):
-        """Run T steps x (T, N, A, in) from `state` (N, A, S), which is 0 again after the steps in forget (T, N, A).
+        """Run the T steps in rows x (T * N, A, in) from state (N, A, S), which is 0 after those in forget (T * N, A).
 
-        Returns the outputs (T, N, A, H) and the states (T, N, A, S), each as it is after its step.
+        Returns the outputs (T * N, A, H) and the states (T * N, A, S), each as it is after its step.
         """
+        (N, A), T = state.shape[:2], len(x) // len(state)
 
-        def by_network(x: torch.Tensor) -> torch.Tensor:  # -> (M, T, B, ...), where B = N * A, or N of each network
-            return x.flatten(1, 2)[None] if self.num_networks == 1 else x.movedim(2, 0)
+        def by_network(
+            x: torch.Tensor,
+        ) -> torch.Tensor:  # rows -> (M, T, B, ...), where B = N * A, or N of each network
+            return (
+                x.reshape(1, -1, N * A, *x.shape[2:])
+                if self.num_networks == 1
+                else x.movedim(1, 0).unflatten(1, (-1, N))
+            )
 
-        T, N, A = x.shape[:3]
         gates = torch.baddbmm(self.bias_ih, by_network(x).flatten(1, 2), self.weight_ih).unflatten(1, (T, -1))
         keep = [None] * T if forget is None else by_network(~forget)[..., None].to(x.dtype).unbind(1)
-        state, states = by_network(state[None])[:, 0], []
+        state, states = by_network(state)[:, 0], []
         for gates_now, kept in zip(gates.unbind(1), keep):
             remembered = torch.baddbmm(self.bias_hh, state[..., : self.size_hidden], self.weight_hh)
             states.append(self.step(gates_now, remembered, state, *TORCH))
             state = states[-1] if kept is None else states[-1] * kept
-        states = torch.stack(states, 1)  # (M, T, B, S)
-        states = states[0].unflatten(1, (N, A)) if self.num_networks == 1 else states.movedim(0, 2)
+        states = torch.stack(states, 1).flatten(1, 2)  # (M, T * B, S)
+        states = states[0].unflatten(0, (-1, A)) if self.num_networks == 1 else states.swapaxes(0, 1)
         return states[..., : self.size_hidden], states
 
 
@@ -177,15 +183,16 @@ class StackedLSTM(StackedCell):
         return concatenate([sigmoid(show) * tanh(cell), cell], -1)
 
 
+CELLS = {"gru": StackedGRU, "lstm": StackedLSTM}
 TORCH = torch.sigmoid, torch.tanh, torch.chunk, torch.cat
 NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, np.split, np.concatenate
 
 
 class Recurrent(nn.Sequential):
-    """Layers of which some remember (StackedGRU, StackedLSTM): what each of A agents has seen is in its memory.
+    """Layers of which some remember (StackedGRU, StackedLSTM): what each agent has seen is in its memory.
 
-    The memory (N, A, S), S = `memory_size`, holds the states of all layers that remember; at first it is 0. The other
-    layers see rows (T * N, A, ...), as in nn.Sequential.
+    The memory (N, A, S), S = `memory_size`, holds the states of all layers that remember; at first it is 0. Rows are of
+    T steps of N environments, step after step.
     """
 
     @property
@@ -197,23 +204,19 @@ class Recurrent(nn.Sequential):
         return sum(cell.memory_size for cell in self.cells)
 
     def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...], memory, forget: torch.Tensor | None = None):
-        """Run T steps of N environments from `memory`, which is 0 again after the steps in forget (T, N, A).
+        """Run the T steps in rows x (T * N, A, D) from `memory`, which is 0 again after the steps in forget (T * N, A).
 
-        x (T, N, A, D), or a tuple of parts. Returns outputs (T, N, A, K) and memories (T, N, A, S), each as it is after
-        its step: one that goes on from the last is still to be emptied by forget[-1].
+        Returns outputs (T * N, A, K) and memories (T * N, A, S), each as it is after its step: one that goes on from
+        the last is still to be emptied by the last of `forget`.
         """
-        parts = x if isinstance(x, tuple) else (x,)
-        steps, rows = parts[-1].shape[:2], tuple(part.flatten(0, 1) for part in parts)
-        x = rows if isinstance(x, tuple) else rows[0]
         states, memories = iter(memory.split([cell.memory_size for cell in self.cells], -1)), []
         for layer in self:
             if isinstance(layer, StackedCell):
-                x, after = layer(x.unflatten(0, steps), next(states), forget)
-                x = x.flatten(0, 1)
+                x, after = layer(x, next(states), forget)
                 memories.append(after)
             else:
                 x = layer(x)
-        return x.unflatten(0, steps), memories[0] if len(memories) == 1 else torch.cat(memories, -1)
+        return x, memories[0] if len(memories) == 1 else torch.cat(memories, -1)
 
 
 def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
@@ -352,8 +355,8 @@ def numpy_recurrent(network: Recurrent):
 
         def forward(x: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             with torch.no_grad():
-                x, memory = (torch.as_tensor(array, device=device) for array in (x, memory))
-                return tuple(after[0].cpu().numpy() for after in network(x[None], memory))
+                after = network(*(torch.as_tensor(array, device=device) for array in (x, memory)))
+                return tuple(tensor.cpu().numpy() for tensor in after)
 
         return forward
 
