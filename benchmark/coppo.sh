@@ -26,5 +26,6 @@ for task in 3m 2s3z 3s5z; do
         --value-clip-coef 0.2 --ent-coef 0.01 --max-grad-norm 10
     run coma --num-steps 50  # its actor takes one step a rollout, and has no memory
     $PYTHON benchmark/plot.py "runs/coppo_lstm_$task" --tag rollout/battle_won \
-        --out "docs/results/coppo_lstm_smax_$task"
+        --out "docs/results/coppo_lstm_smax_$task" --command benchmark/coppo.sh \
+        --note "the settings of the paper's appendix C.2 with Adam, $epochs epochs; COMA with its own"
 done

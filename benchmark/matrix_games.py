@@ -2,12 +2,12 @@
 
     python benchmark/matrix_games.py --out docs/results --seeds 30 --workers 2
 
-Trains what is missing in OUT/runs (an .npz per game and variant, of all seeds; an interrupted call goes on there). Then
-it draws OUT/coppo_matrix_penalty.svg (figure 1, the penalty game), coppo_matrix_inner_clip.svg (figure 2) and
-coppo_matrix_games.svg (figure 5, the other games), each with its .png and a table .md, and writes coppo_matrix.csv.
-All seeds of a variant learn side by side: their teams are stacked into the networks of one run, which collects,
-estimates and updates with the functions of coppo.py and coma.py. Recorded per update of 20 plays and for each seed, the
-last two on the penalty game alone:
+Trains what is missing in RUNS_DIR (an .npz per game and variant, of all seeds; an interrupted call goes on there). Then
+it writes OUT/data/coppo_matrix.csv (the curves) and coppo_matrix_final.csv (the tables), from which redraw.py draws
+OUT/coppo_matrix_penalty.svg (figure 1, the penalty game), coppo_matrix_inner_clip.svg (figure 2) and
+coppo_matrix_games.svg (figure 5, the other games), each with a table .md. All seeds of a variant learn side by side:
+their teams are stacked into the networks of one run, which collects, estimates and updates with the functions of
+coppo.py and coma.py. Recorded per update of 20 plays and for each seed, the last two on the penalty game alone:
 
     reward        mean reward of the team
     variance      running variance of the policy gradient, summed over all parameters of all agents: one sample is the
@@ -28,11 +28,8 @@ import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed
-import matplotlib.pyplot as plt
 import numpy as np
+import redraw
 import torch
 import tyro
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -87,6 +84,8 @@ VARIANTS = {
 class Args:
     out: Path
     """folder of the results"""
+    runs_dir: Path = Path("runs/matrix_games")
+    """folder of the runs"""
     seeds: int = 30
     """runs of each variant on each game"""
     workers: int = 2
@@ -248,12 +247,12 @@ def train(job) -> str:
 def find_jobs(args: Args) -> list:
     """What is to be trained; the penalty game comes first."""
     jobs = [("penalty", variant) for variant in VARIANTS] + [(game, a) for game in GAMES for a in ALGORITHMS]
-    jobs = [(game, variant, range(1, args.seeds + 1), run_path(args.out, game, variant)) for game, variant in jobs]
+    jobs = [(game, variant, range(1, args.seeds + 1), run_path(args.runs_dir, game, variant)) for game, variant in jobs]
     return [job for job in jobs if not job[-1].exists()]
 
 
-def run_path(out: Path, game: str, variant: str) -> Path:
-    return out / "runs" / f"{game}__{variant.replace(' ', '-')}.npz"
+def run_path(runs_dir: Path, game: str, variant: str) -> Path:
+    return runs_dir / f"{game}__{variant.replace(' ', '-')}.npz"
 
 
 def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -263,12 +262,10 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return values.mean(0), *np.percentile(means, [2.5, 97.5], axis=0)
 
 
-def draw(axis, x: np.ndarray, values: np.ndarray, label: str, rows: list, panel: str) -> None:
-    """A curve with its interval, which also goes to `rows` of the CSV; values (seeds, points)."""
-    mean, low, high = interval(values)
-    color = axis.plot(x, mean, label=label)[0].get_color()
-    axis.fill_between(x, low, high, alpha=0.2, linewidth=0, color=color)
-    rows += [f'"{panel}",{label},{a:g},{b:.6g},{c:.6g},{d:.6g}' for a, b, c, d in zip(x, mean, low, high)]
+def curve(panel: str, variant: str, x: np.ndarray, values: np.ndarray) -> list[str]:
+    """A curve with its interval as lines of a CSV; values (seeds, points)."""
+    ends = zip(x, *interval(values))
+    return [f'"{panel}",{variant},{a:g},{mean:.6g},{low:.6g},{high:.6g}' for a, mean, low, high in ends]
 
 
 def binned(values: np.ndarray) -> np.ndarray:
@@ -276,78 +273,59 @@ def binned(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), 50, -1).mean(2)
 
 
-def table_row(reward: np.ndarray, game: str, variant: str) -> str:
+def table_row(figure: str, reward: np.ndarray, game: str, variant: str) -> str:
     """Rewards at the end and overall, and the share of runs whose final reward is above half of the best one."""
     ends = [reward[:, -50:].mean(1), reward.mean(1)]  # the last 1,000 plays, all plays
     cells = ["{:.1f} [{:.1f}, {:.1f}]".format(*interval(values)) for values in ends]
     solved = (ends[0] > BEST.get(game, 90) / 2).mean()
-    return f"| {game} | {variant} | {len(reward)} | {cells[0]} | {cells[1]} | {solved:.0%} |"
+    return f'{figure},{game},{variant},{len(reward)},"{cells[0]}","{cells[1]}",{solved:.0%}'
+
+
+def write_data(args: Args) -> None:
+    """What the figures and the tables are made of."""
+    steps, lines = np.arange(1, 51) * 200, ["panel,variant,x,mean,low,high"]
+    for algorithm in ALGORITHMS:
+        runs = np.load(run_path(args.runs_dir, "penalty", algorithm))
+        lines += curve("figure 1, reward", algorithm, steps, binned(runs["reward"]))
+        lines += curve("figure 1, variance", algorithm, steps, binned(runs["variance"]))
+        penalties = [runs[name] for name in runs if name.startswith("penalties")]  # each (penalties, epochs)
+        first = min(70, *map(len, penalties))
+        after = np.stack([p[:first].mean(1) for p in penalties])
+        lines += curve("figure 1, advantage after a penalty", algorithm, np.arange(1, first + 1), after)
+        by_epoch = np.stack([np.broadcast_to((p - p[:, :1]).mean(0), EPOCHS) for p in penalties])
+        lines += curve("figure 1, advantage over the epochs", algorithm, np.arange(1, EPOCHS + 1), by_epoch)
+    for variant in INNER_CLIPS:
+        runs = np.load(run_path(args.runs_dir, "penalty", variant))
+        label = "CoPPO 0.10" if variant == "CoPPO" else variant
+        lines += curve("figure 2, reward", label, steps, binned(runs["reward"]))
+        lines += curve("figure 2, variance", label, steps, binned(runs["variance"]))
+    for game in GAMES:
+        for algorithm in ALGORITHMS:
+            reward = np.load(run_path(args.runs_dir, game, algorithm))["reward"]
+            lines += curve(f"figure 5, {game}", algorithm, steps, binned(reward))
+
+    rows = [("coppo_matrix_penalty", "penalty", algorithm) for algorithm in ALGORITHMS]
+    rows += [("coppo_matrix_inner_clip", "penalty", variant) for variant in INNER_CLIPS]
+    rows += [("coppo_matrix_games", game, algorithm) for game in GAMES for algorithm in ALGORITHMS]
+    table = ['figure,game,variant,runs,"last 1,000 plays","all 10,000 plays",solved']
+    for figure, *run in rows:
+        table.append(table_row(figure, np.load(run_path(args.runs_dir, *run))["reward"], *run))
+
+    folder = args.out / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "coppo_matrix.csv").write_text("\n".join(lines) + "\n")
+    (folder / "coppo_matrix_final.csv").write_text("\n".join(table) + "\n")
 
 
 def main(args: Args) -> None:
-    (args.out / "runs").mkdir(parents=True, exist_ok=True)
+    args.runs_dir.mkdir(parents=True, exist_ok=True)
     jobs = find_jobs(args)
     if jobs:
         with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
             for i, name in enumerate(pool.imap_unordered(train, jobs), start=1):
                 print(f"{i}/{len(jobs)} {name}", flush=True)
-
-    plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"})
-    steps, csv = np.arange(1, 51) * 200, ["panel,variant,x,mean,low,high"]
-    figure, ((reward, advantage), (change, variance)) = plt.subplots(2, 2, figsize=(9, 6), layout="constrained")
-    for algorithm in ALGORITHMS:
-        runs = np.load(run_path(args.out, "penalty", algorithm))
-        draw(reward, steps, binned(runs["reward"]), algorithm, csv, "figure 1, reward")
-        draw(variance, steps, binned(runs["variance"]), algorithm, csv, "figure 1, variance")
-        penalties = [runs[name] for name in runs if name.startswith("penalties")]  # each (penalties, epochs)
-        first = min(70, *map(len, penalties))
-        after = np.stack([p[:first].mean(1) for p in penalties])
-        draw(advantage, np.arange(1, first + 1), after, algorithm, csv, "figure 1, advantage after a penalty")
-        by_epoch = np.stack([np.broadcast_to((p - p[:, :1]).mean(0), EPOCHS) for p in penalties])
-        draw(change, np.arange(1, EPOCHS + 1), by_epoch, algorithm, csv, "figure 1, advantage over the epochs")
-    reward.set(xlabel="environment steps", ylabel="reward of the team")
-    advantage.set(xlabel="penalty", ylabel="advantage of the three alike", yscale="symlog")
-    change.set(xlabel="epoch after a penalty", ylabel="change of that advantage since epoch 1")
-    variance.set(xlabel="environment steps", ylabel="variance of the policy gradient", yscale="log")
-    reward.legend(frameon=False)
-    save(figure, args.out, "coppo_matrix_penalty", [("penalty", algorithm) for algorithm in ALGORITHMS])
-
-    figure, (reward, variance) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    for variant in INNER_CLIPS:
-        runs, label = np.load(run_path(args.out, "penalty", variant)), "CoPPO 0.10" if variant == "CoPPO" else variant
-        draw(reward, steps, binned(runs["reward"]), label, csv, "figure 2, reward")
-        draw(variance, steps, binned(runs["variance"]), label, csv, "figure 2, variance")
-    reward.set(xlabel="environment steps", ylabel="reward of the team")
-    variance.set(xlabel="environment steps", ylabel="variance of the policy gradient", yscale="log")
-    reward.legend(frameon=False)
-    save(figure, args.out, "coppo_matrix_inner_clip", [("penalty", variant) for variant in INNER_CLIPS])
-
-    figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained", sharex=True)
-    for axis, game in zip(axes.flat, GAMES):
-        for algorithm in ALGORITHMS:
-            reward = np.load(run_path(args.out, game, algorithm))["reward"]
-            draw(axis, steps, binned(reward), algorithm, csv, f"figure 5, {game}")
-        axis.set(title=game)
-    for axis in axes[1]:
-        axis.set(xlabel="environment steps")
-    for axis in axes[:, 0]:
-        axis.set(ylabel="reward of the team")
-    axes[0, 0].legend(frameon=False)
-    save(figure, args.out, "coppo_matrix_games", [(game, algorithm) for game in GAMES for algorithm in ALGORITHMS])
-    (args.out / "coppo_matrix.csv").write_text("\n".join(csv) + "\n")
-
-
-def save(figure, out: Path, name: str, rows: list) -> None:
-    """A figure as SVG for the documentation and PNG to look at, and its table; rows: (game, variant)."""
-    for suffix in (".svg", ".png"):
-        figure.savefig(out / f"{name}{suffix}", dpi=120)
-    plt.close(figure)
-    table = [
-        "| game | variant | runs | last 1,000 plays | all 10,000 plays | solved |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    table += [table_row(np.load(run_path(out, *row))["reward"], *row) for row in rows]
-    (out / f"{name}.md").write_text("\n".join(table) + "\n")
+    write_data(args)
+    redraw.coppo_matrix(args.out)
 
 
 if __name__ == "__main__":

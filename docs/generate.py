@@ -7,6 +7,7 @@ comment, `# detail core-5: ...` in a script and `# proves core-5` in or right ab
 import ast
 import difflib
 import io
+import json
 import re
 import tokenize
 from dataclasses import dataclass
@@ -21,8 +22,24 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 OUT = DOCS / "_generated"
 
-# In the order of Huang et al. 2022, "The 37 implementation details of proximal policy optimization" (ICLR blog track):
-# these, the network for Procgen, and their four auxiliary ones.
+PPO = "Huang et al. (2022), in their order; code: openai/baselines, `ppo2`"
+# The families of details, in the order of docs/details.md: title and source.
+FAMILIES = {
+    "core": ("PPO: core", PPO),
+    "atari": ("PPO: Atari", PPO),
+    "continuous": ("PPO: continuous actions", PPO),
+    "lstm": ("PPO: recurrent policies", PPO),
+    "procgen": ("PPO: Procgen", PPO),
+    "multidiscrete": ("PPO: multi-discrete actions", PPO),
+    "aux": ("PPO: auxiliary", PPO),
+    "ippo": ("IPPO", "de Witt et al. (2020); code: EPyMARL"),
+    "mappo": ("MAPPO", "Yu et al. (2021) and their code, marlbenchmark/on-policy"),
+    "coppo": ("CoPPO", "Wu et al. (2021) and their code, Coordinated-PPO; 5 to 7 are of its matrix games"),
+    "coma": ("COMA", "Foerster et al. (2018)"),
+    "recurrent": ("Recurrent agents", "Yu et al. (2021); Hausknecht and Stone (2015)"),
+    "maddpg": ("MADDPG", "Lowe et al. (2017); discrete actions and whole episodes as in CleanMARL"),
+    "impala": ("IMPALA", "Espeholt et al. (2018); code: deepmind/scalable_agent, TorchBeast"),
+}
 DETAILS = {
     "core-1": "Several environments are stepped side by side, and rollouts have a fixed length",
     "core-2": "Orthogonal weights, zero biases; output layers scaled by 0.01 (policy) and 1 (value)",
@@ -66,6 +83,48 @@ DETAILS = {
     "aux-2": "Gradients are computed by several processes in parallel",
     "aux-3": "The epochs stop early once the policy has moved too far",
     "aux-4": "Illegal actions are masked out",
+    "ippo-1": "One network serves all agents and an id tells them apart, or each agent has its own",
+    "ippo-2": "The critic sees what its agent observes",
+    "ippo-3": "Illegal actions are masked out",
+    "ippo-4": "The dead add nothing to the policy's loss",
+    "ippo-5": "A time limit is no end: gamma V(final observation) is added to the reward",
+    "mappo-1": "Values are normalised by running statistics that the critic's last layer follows (PopArt)",
+    "mappo-2": "The critic sees the global state beside the agent's observation",
+    "mappo-3": "Death masking: the critic of a dead agent sees zeros and the agent's id",
+    "mappo-4": "The value loss is Huber's",
+    "mappo-5": "Values are clipped by the pessimistic maximum of two losses",
+    "mappo-6": "Advantages are normalised over the rollout",
+    "mappo-7": "Actor and critic are clipped by norms of their own",
+    "mappo-8": "Few epochs and large minibatches, in which the agents of a step stay together",
+    "coppo-1": "The product of the others' ratios enters the objective (equation 10)",
+    "coppo-2": "Double clipping: that product is clipped before the agent's own ratio is",
+    "coppo-3": "Agents are updated in turn, with the newest ratios of the others (algorithm 1)",
+    "coppo-4": "The objective of the authors' code",
+    "coppo-5": "Counterfactual advantages",
+    "coppo-6": "A network mixes the agents' values",
+    "coppo-7": "Epsilon-greedy exploration, whose mixture is the policy",
+    "coma-1": "The counterfactual baseline: what the agent's other actions would have been worth",
+    "coma-2": "The critic's targets are TD(lambda)",
+    "coma-3": "The critic sees the actions of the other agents",
+    "recurrent-1": "The memory is reset at the ends of episodes and at deaths",
+    "recurrent-2": "Sequences are replayed from the states that were stored at their start",
+    "maddpg-1": "Critics see all, actors what their agent observes",
+    "maddpg-2": "Gumbel-softmax: hard samples act and train the critics, soft ones train the actor",
+    "maddpg-3": "The others' actions in the actor's loss are those of the buffer",
+    "maddpg-4": "Target networks follow by Polyak averaging",
+    "maddpg-5": "Targets take samples of the target policies",
+    "maddpg-6": "The buffer holds whole episodes; padding is masked out",
+    "maddpg-7": "A truncation is no termination",
+    "impala-1": "Actors collect with parameters that lag behind the learner's",
+    "impala-2": "V-trace targets",
+    "impala-3": "The weights rho and c are clipped apart",
+    "impala-4": "The policy's gradient has a clipped rho and the target v of the next state",
+    "impala-5": "One loss: policy, value and an entropy bonus with their weights",
+    "impala-6": "The norm of the gradient is clipped (at 40 for Atari)",
+    "impala-7": "The learning rate falls linearly to 0",
+    "impala-8": "RMSProp, or Adam with a large epsilon",
+    "impala-9": "Rewards are clipped (Atari)",
+    "impala-10": "The networks of the paper: shallow, deep, with an LSTM",
 }
 
 # Lines of code that the same write-up changes in the parent for a variant.
@@ -141,17 +200,31 @@ def details_table(ids, tags: list[Tag], tests: list[Tag], up: str) -> str:
     """A table of details: where each script has it, and the tests that prove it."""
     rows = ["| detail | what | where | proved by |", "|---|---|---|---|"]
     for detail in ids:
-        where = [link(t, f"{Path(t.file).name}:{t.line}", up) for t in tags if t.detail == detail]
+        where = {}
+        for tag in tags:
+            if tag.detail == detail:
+                name = Path(tag.file).stem
+                where.setdefault(name, [name.replace("_", "_<wbr>")]).append(link(tag, str(tag.line), up))
         proofs = {(t.file, t.test): link(t, t.test, up) for t in tests if t.detail == detail}
         name = f'<span style="white-space: nowrap">{detail}</span>'
-        rows.append(f"| {name} | {DETAILS[detail]} | {'<br>'.join(where)} | {'<br>'.join(proofs.values())} |")
+        lines = ", ".join(" ".join(of_script) for of_script in where.values())
+        rows.append(f"| {name} | {DETAILS[detail]} | {lines} | {'<br>'.join(proofs.values())} |")
     return "\n".join(rows) + "\n"
 
 
-def flags(path: Path) -> list[tuple[str, str, str]]:
-    """(flag, default, help) of every field of a script's Args, as they stand in the source."""
+def details_page(tags: list[Tag], tests: list[Tag]) -> str:
+    """All details by family, each family with its source."""
+    parts = []
+    for family, (title, source) in FAMILIES.items():
+        ids = [detail for detail in DETAILS if detail.rpartition("-")[0] == family]
+        parts.append(f"## {title}\n\nSource: {source}.\n\n{details_table(ids, tags, tests, '')}")
+    return "\n".join(parts)
+
+
+def flags(path: Path, name: str = "Args") -> list[tuple[str, str, str]]:
+    """(flag, default, help) of every field of a class of arguments, as they stand in its source."""
     source = path.read_text()
-    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name).body
     rows = []
     for field, doc in zip(body, [*body[1:], None]):
         if not isinstance(field, ast.AnnAssign):
@@ -168,9 +241,16 @@ def flags(path: Path) -> list[tuple[str, str, str]]:
 
 
 def flags_table(path: Path) -> str:
-    rows = ["| flag | default | meaning |", "|---|---|---|"]
-    rows += [f"| {flag} | `{default}` | {text.replace('|', chr(92) + '|')} |" for flag, default, text in flags(path)]
-    return "\n".join(rows) + "\n"
+    """The flags of a script, and those that it shares with all others."""
+    own = flags(path)
+    tables = [own]
+    if "class Args(RunArgs)" in path.read_text():
+        tables.append([row for row in flags(path.with_name("cli.py"), "RunArgs") if row[0] not in {x[0] for x in own}])
+    texts = []
+    for rows in tables:
+        lines = [f"| {flag} | `{default}` | {text.replace('|', chr(92) + '|')} |" for flag, default, text in rows]
+        texts.append("\n".join(["| flag | default | meaning |", "|---|---|---|", *lines]) + "\n")
+    return "\nThese change no learning, and every script has them:\n\n".join(texts)
 
 
 def source_page(path: Path, marked: list[int]) -> str:
@@ -229,29 +309,51 @@ def diff_page(path: Path) -> str:
     return f"---\norphan: true\n---\n# From {parent.name} to {path.name}\n\n{fence}{{raw}} html\n{html}{fence}\n"
 
 
-def results_of(script: str, names: list[str]) -> str:
-    """A section with the curves and tables in docs/results whose name begins with the script's; empty if none do."""
+def results() -> dict[str, tuple[str, str]]:
+    """(caption, table) of every figure in docs/results, by name; its .md holds picture, caption and table."""
+    pages = {page.stem: page.read_text().split("\n\n", 2)[1:] for page in sorted(DOCS.glob("results/*.md"))}
+    return {name: (caption.strip(), table) for name, (caption, table) in pages.items()}
+
+
+def results_of(script: str, pages: list[str]) -> str:
+    """The figures and tables of a page: those in docs/results whose names begin with its name and no longer one."""
     parts = []
-    for table in sorted(DOCS.glob("results/*.md")):
-        owners = [name for name in names if table.stem == name or table.stem.startswith(f"{name}_")]
+    for name, (caption, table) in results().items():
+        owners = [page for page in pages if name.startswith(f"{page}_")]
         if max(owners, key=len, default=None) == script:
-            curve = table.with_suffix(".svg")
-            parts += [f"![learning curves of {table.stem}](/results/{curve.name})"] if curve.exists() else []
-            parts.append(table.read_text())
-    return "\n\n".join(["## Results", *parts]) + "\n" if parts else ""
+            parts.append(f"```{{figure}} /results/{name}.svg\n:alt: {name}\n:name: {name}\n\n{caption}\n```\n\n{table}")
+    return "\n".join(parts)
 
 
-def benchmarks_table(names: list[str]) -> str:
-    """The rows of all tables that benchmark/plot.py wrote into docs/results, each with its script's page."""
-    head = "| environment | script | seeds | steps | last 100 episodes | last evaluation |"
-    rows = [head, "|---|---|---:|---:|---:|---:|"]
-    for table in sorted(DOCS.glob("results/*.md")):
-        lines = table.read_text().splitlines()
-        if lines[0] == head:
-            rows += [line for line in lines[2:] if line.startswith("|")]
-    for name in names:
-        rows = [row.replace(f" | {name} | ", f" | [{name}](/algorithms/{name}.md) | ") for row in rows]
-    return "\n".join(rows) + "\n"
+def benchmarks_tables(pages: list[str]) -> str:
+    """The rows of all tables that benchmark/plot.py wrote into docs/results, by environment, each with its settings."""
+    figures = json.loads((DOCS / "results" / "data" / "figures.json").read_text())
+    rows, scores = {}, {}
+    for name, (_, table) in results().items():
+        owner = max((page for page in pages if name.startswith(f"{page}_")), key=len, default=None)
+        for line in table.splitlines()[2:] if name in figures and owner else []:
+            env_id, label, seeds, steps, *ends = (cell.strip() for cell in line.strip("|").split("|"))
+            script, _, flag = label.partition(" ")
+            if script in pages:
+                label = f"[{script.replace('_', '_<wbr>')}](/algorithms/{script}.md) {flag}".strip()
+            settings = f"[{figures[name]['note'].partition(';')[0]}](/algorithms/{owner}.md#{name})"
+            row = [label, f"{seeds} x {int(steps):,}", *ends, settings]
+            rows.setdefault(env_id, []).append(f"| {' | '.join(row)} |")
+            scores.setdefault(env_id, random_score(figures[name], env_id))
+    parts = []
+    for env_id in sorted(rows):
+        score = f" A random policy has {scores[env_id]}." if scores[env_id] else ""
+        head = "| script | seeds x steps | last 100 episodes | last evaluation | settings |\n|---|---:|---:|---:|---|"
+        parts.append(
+            "\n".join([f"### {env_id}\n", *([score.strip() + "\n"] if score else []), head, *rows[env_id]]) + "\n"
+        )
+    return "\n".join(parts)
+
+
+def random_score(figure: dict, env_id: str) -> str:
+    """What a random policy has, if a figure of returns has a line for it."""
+    lines = [line.rpartition("=") for line in figure["lines"] if figure["tag"] == "rollout/ep_reward"]
+    return next((value for name, _, value in lines if name in ("random", f"{env_id}:random")), "")
 
 
 def scripts_table() -> str:
@@ -274,24 +376,22 @@ def main() -> None:
     for path in sorted((ROOT / "cleanmarl" / "envs").glob("[!_]*.py")):
         pages[f"environment_{path.stem}.md"] = environment_page(path)
     all_tags, tests = [], test_tags()
-    names = [path.stem for path in scripts()]
-    pages["benchmarks.md"] = benchmarks_table(names)
+    documented = [path.stem for path in sorted(DOCS.glob("algorithms/*.md"))]
+    pages["benchmarks.md"] = benchmarks_tables(documented)
     for path in scripts():
         tags = script_tags(path)
         all_tags += tags
         ids = [detail for detail in DETAILS if detail in {tag.detail for tag in tags}]
         pages[f"flags_{path.stem}.md"] = flags_table(path)
         pages[f"details_{path.stem}.md"] = f"## Details\n\n{details_table(ids, tags, tests, '../')}" if ids else ""
-        pages[f"results_{path.stem}.md"] = results_of(path.stem, names)
+        pages[f"results_{path.stem}.md"] = results_of(path.stem, documented)
         pages[f"source/{path.stem}.md"] = source_page(path, [tag.line for tag in tags])
     variants = sorted((path for path in scripts() if len(lineage(path)) > 1), key=lineage)
     pages["diffs.md"] = diffs_table(variants)
     pages |= {f"diff/{path.stem}.md": diff_page(path) for path in variants}
     for file in sorted({tag.file for tag in tests}):
         pages[f"source/{Path(file).stem}.md"] = source_page(ROOT / file, [t.line for t in tests if t.file == file])
-    for family in dict.fromkeys(detail.partition("-")[0] for detail in DETAILS):
-        ids = [detail for detail in DETAILS if detail.startswith(f"{family}-")]
-        pages[f"details_of_{family}.md"] = details_table(ids, all_tags, tests, "")
+    pages["details.md"] = details_page(all_tags, tests)
 
     for old in OUT.rglob("*.md"):
         if str(old.relative_to(OUT)) not in pages:

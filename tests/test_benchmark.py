@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 import hand_written  # noqa: E402
 import plot  # noqa: E402
+import redraw  # noqa: E402
 import speed  # noqa: E402
 
 sys.path.remove(str(BENCHMARK))  # its run.py must not stand in for another module of that name
@@ -70,13 +73,18 @@ def test_points_that_a_resumed_run_wrote_twice_count_once(tmp_path):
     assert table.value.tolist() == [1.0, 2.0, -3.0, -4.0]
 
 
-def test_curve_interpolates_onto_the_steps_that_all_seeds_cover():
-    rows = [(1, 0, 0.0), (1, 100, 10.0), (2, 20, 40.0), (2, 80, 100.0), (2, 120, 140.0)]  # values s / 10 and 20 + s
-    grid, mean, low, high = plot.curve(pd.DataFrame(rows, columns=["seed", "step", "value"]))
-    assert (grid[0], grid[-1], len(grid)) == (20, 100, plot.GRID_POINTS)
-    np.testing.assert_allclose(mean, (grid / 10 + 20 + grid) / 2)
-    np.testing.assert_allclose(low, grid / 10)  # of two seeds, the bootstrap draws one twice half of the time
-    np.testing.assert_allclose(high, 20 + grid)
+def test_points_are_interpolated_onto_the_steps_that_all_seeds_cover():
+    points = [(1, 0, 0.0), (1, 100, 10.0), (2, 20, 40.0), (2, 80, 100.0), (2, 120, 140.0)]  # values s / 10 and 20 + s
+    rows = [("e", "ppo", seed, "x", step, value) for seed, step, value in points]
+    thin = plot.thin(pd.DataFrame(rows, columns=["env_id", "script", "seed", "tag", "step", "value"]))
+    assert len(thin) == 2 * plot.GRID_POINTS
+    curve = plot.summary(thin)
+    grid = curve.step.to_numpy()
+    assert (grid[0], grid[-1], len(grid)) == (20, 100, plot.GRID_POINTS) and set(curve.seeds) == {2}
+    np.testing.assert_allclose(curve["mean"], (grid / 10 + 20 + grid) / 2)
+    np.testing.assert_allclose(curve.low, grid / 10)  # of two seeds, the bootstrap draws one twice half of the time
+    np.testing.assert_allclose(curve.high, 20 + grid)
+    assert plot.summary(curve) is curve  # as data that were read back from a figure are
 
 
 def test_interval_agrees_with_rliable():
@@ -118,28 +126,74 @@ def test_plot_writes_curves_and_tables(tmp_path):
             points[plot.EVAL] = [(1000, 0.0), (2000, 10.0 * seed)]
             write_run(tmp_path / "runs" / f"{env_id[:4]}{seed}", points, seed=seed, env_id=env_id)
     broken = write_run(tmp_path / "runs" / "unfinished", {plot.RETURN: [(512, 1e6)]}, seed=4, done=False)
-    result = cli("plot.py", "runs", "--out", "docs/a.b", "--line", "CartPole-v1:random=22.5", cwd=tmp_path)
+    flags = ["--line", "CartPole-v1:random=22.5", "--note", "the defaults", "--command", "benchmark/x.sh"]
+    result = cli("plot.py", "runs", "--out", "docs/a.b", *flags, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert str(broken.relative_to(tmp_path)) in result.stderr
-    table = (tmp_path / "docs" / "a.b.md").read_text()
-    assert table == result.stdout
+    picture, caption, table = (tmp_path / "docs" / "a.b.md").read_text().split("\n\n")
+    assert picture == "![a.b](a.b.svg)" and table == result.stdout
+    for part in ("mean of 3 seeds", "interval, which for 3 seeds is their range", "The defaults.", "benchmark/x.sh"):
+        assert part in caption
+    assert "Dashed: random 22.5." in caption
     row = next(line for line in table.splitlines() if "CartPole-v1" in line)
     assert "| ppo | 3 | 299520 | 2.00 [1.00, 3.00] |" in row and "| 20.0 [10.0, 30.0] |" in row
-    data = pd.read_csv(tmp_path / "docs" / "a.b.csv")
-    assert set(data.seed) == {1, 2, 3} and len(data) == 2 * 3 * (2 * 585 + 2)
+    data = pd.read_csv(tmp_path / "docs" / "data" / "a.b.csv")
+    assert set(data.seed) == {1, 2, 3} and len(data) == 2 * 3 * (plot.GRID_POINTS + 2)
     svg = (tmp_path / "docs" / "a.b.svg").read_text()
     assert svg.count("environment steps") == 2 and svg.count(">random<") == 1 and "ppo (3 seeds)" in svg
-    for suffix in ("svg", "png"):
-        assert (tmp_path / "docs" / f"a.b.{suffix}").stat().st_size < 200_000
+    assert len(svg) < 200_000
+
+    drawn = {path.name: path.read_bytes() for path in (tmp_path / "docs").glob("a.b.*")}
+    for path in (tmp_path / "docs").glob("a.b.*"):
+        path.unlink()
+    plot.redraw(tmp_path / "docs" / "a.b")  # from the data alone
+    assert {path.name: path.read_bytes() for path in (tmp_path / "docs").glob("a.b.*")} == drawn
+
+    assert cli("plot.py", "runs", "--out", "docs/a.b", "--unfinished", cwd=tmp_path).returncode == 0
+    assert set(pd.read_csv(tmp_path / "docs" / "data" / "a.b.csv").seed) == {1, 2, 3, 4}
 
 
 def test_plot_groups_by_a_flag_and_refuses_one_seed_twice(tmp_path):
     for num_envs in (4, 8):
         write_run(tmp_path / f"runs/{num_envs}", {plot.RETURN: [(1, 0.0), (2, num_envs)]}, num_envs=num_envs)
     refused = cli("plot.py", "runs", "--out", "a", cwd=tmp_path)
-    assert refused.returncode == 1 and "two runs of" in refused.stderr and not (tmp_path / "a.csv").exists()
+    assert refused.returncode == 1 and "two runs of" in refused.stderr and not (tmp_path / "data").exists()
     assert cli("plot.py", "runs", "--out", "a", "--group-by", "num_envs", cwd=tmp_path).returncode == 0
-    assert set(pd.read_csv(tmp_path / "a.csv").script) == {"ppo num_envs=4", "ppo num_envs=8"}
+    assert set(pd.read_csv(tmp_path / "data" / "a.csv").script) == {"ppo num_envs=4", "ppo num_envs=8"}
+
+
+# redraw.py
+
+
+def comparable(path: Path) -> tuple[str, np.ndarray]:
+    """A file's text without numbers and the names that an SVG makes from them, and its numbers."""
+    text = re.sub(r"\b[mp][0-9a-f]{10}\b", "", path.read_text())
+    number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+    return re.sub(number, "0", text), np.array([float(x) for x in re.findall(number, text)])
+
+
+def test_published_figures_and_tables_are_redrawn_from_their_data(tmp_path):
+    published = BENCHMARK.parent / "docs" / "results"
+    shutil.copytree(published / "data", tmp_path / "results" / "data")
+    redraw.main(redraw.Args(tmp_path / "results"))
+    files = {path.name for path in published.iterdir() if path.is_file()}
+    assert files == {path.name for path in (tmp_path / "results").iterdir() if path.is_file()} and len(files) > 80
+    for name in files:
+        if name.endswith(".md"):
+            assert (tmp_path / "results" / name).read_text() == (published / name).read_text()
+        else:  # another machine may round otherwise
+            (text, numbers), (published_text, published_numbers) = map(
+                comparable, (tmp_path / "results" / name, published / name)
+            )
+            assert text == published_text, name
+            np.testing.assert_allclose(numbers, published_numbers, atol=0.01, err_msg=name)
+
+
+def test_every_learning_curve_says_its_settings_and_its_commands():
+    data = BENCHMARK.parent / "docs" / "results" / "data"
+    for name, figure in json.loads((data / "figures.json").read_text()).items():
+        assert figure["note"] and (BENCHMARK.parent / figure["command"]).exists(), name
+        assert (data / f"{name}.csv").stat().st_size < 300_000, name
 
 
 # run.py

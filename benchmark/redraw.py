@@ -1,0 +1,141 @@
+"""Draw every figure and table of docs/results again from docs/results/data, and the diagrams of docs/figures.
+
+    python benchmark/redraw.py
+
+The same bytes come out each time. Learning curves are drawn by plot.py; the other figures are below.
+"""
+
+import json
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import tyro
+from plot import redraw, save, write_page
+
+ROOT = Path(__file__).resolve().parent.parent
+GAMES = {  # panel of the figure of the other games -> its place
+    "penalty-free": (0, 0),
+    "penalty-100": (0, 1),
+    "one-optimum": (0, 2),
+    "climbing-4p": (1, 0),
+    "climbing-4p-penalty": (1, 1),
+    "climbing-4p-rising": (1, 2),
+}
+
+
+@dataclass
+class Args:
+    results: Path = ROOT / "docs" / "results"
+    """folder of the figures, with their data in data/"""
+
+
+def markdown(table: pd.DataFrame, text_columns: int) -> str:
+    """A table of texts; the columns after the first `text_columns` are numbers."""
+    rule = "|---" * text_columns + "|---:" * (len(table.columns) - text_columns) + "|\n"
+    head, *rows = (f"| {' | '.join(row)} |\n" for row in [table.columns, *table.to_numpy()])
+    return head + rule + "".join(rows)
+
+
+def impala_speed(out: Path) -> None:
+    data = pd.read_csv(out.parent / "data" / "impala_speed.csv", dtype=str, keep_default_na=False)
+    actors, rate, lag = (
+        data[name].str.replace(",", "").astype(float) for name in ("actors", "steps per second", "mean lag")
+    )
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6), layout="tight")
+    left.plot(actors, rate, "o-", color="#1565c0")
+    left.set(xlabel="actors", ylabel="steps per second", ylim=(0, None), xticks=actors)
+    right.plot(actors, lag, "o-", color="#c62828")
+    right.set(xlabel="actors", ylabel="mean lag, gradient steps", ylim=(0, None), xticks=actors)
+    figure.suptitle("CartPole-v1 on two cores", fontsize=10)
+    save(figure, out)
+    caption = (
+        "Speed and lag of `impala.py --updates-per-collect 1` over the number of actors: CartPole, one run each of "
+        "160,000 steps on two free cores, the last three quarters of it; lag in gradient steps.\n"
+    )
+    write_page(out, caption, markdown(data, 0))
+
+
+def mappo_agents(out: Path) -> None:
+    data = pd.read_csv(out.parent / "data" / "mappo_agents.csv")
+    figure, axis = plt.subplots(figsize=(5, 3), layout="tight")
+    for script in ("ippo", "mappo"):
+        axis.loglog(data.agents, data[script], "o-", label=script)
+    axis.loglog([3, 30], [166, 1660], "--", color="#999999", label="in proportion to the agents")
+    axis.set(xlabel="agents", ylabel="CPU time of a step, microseconds", title="simple_spread")
+    axis.set_xticks(data.agents, data.agents)
+    axis.minorticks_off()
+    axis.legend(frameon=False)
+    save(figure, out)
+    caption = (
+        "Cost over the number of agents: `--env-id mpe/simple_spread_v3?N=...`, the defaults, training included, "
+        "microseconds of CPU time per environment step (`benchmark/speed.py`, one measurement of each on free cores). "
+        "The last column, on busy cores, is what MAPPO cost when each agent's critic read the whole state by itself.\n"
+    )
+    cells = data.map(lambda x: f"{x:,.0f}" if x == x else "-")
+    write_page(out, caption, markdown(cells, 0))
+
+
+def coppo_matrix(results: Path) -> None:
+    """The figures of the matrix games, from what benchmark/matrix_games.py wrote."""
+    curves = pd.read_csv(results / "data" / "coppo_matrix.csv")
+    plt.rcParams.update({"font.size": 8})
+
+    def draw(axis, panel: str, **axis_settings) -> None:
+        of_panel = curves[curves.panel == panel]
+        for variant in of_panel.variant.unique():
+            x = of_panel[of_panel.variant == variant]
+            color = axis.plot(x.x, x["mean"], label=variant)[0].get_color()
+            axis.fill_between(x.x, x.low, x.high, alpha=0.2, linewidth=0, color=color)
+        axis.set(**axis_settings)
+
+    steps, reward, variance = "environment steps", "reward of the team", "variance of the policy gradient"
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6), layout="constrained")
+    draw(axes[0, 0], "figure 1, reward", xlabel=steps, ylabel=reward)
+    label = "advantage of the three alike"
+    draw(axes[0, 1], "figure 1, advantage after a penalty", xlabel="penalty", ylabel=label, yscale="symlog")
+    label = "change of that advantage since epoch 1"
+    draw(axes[1, 0], "figure 1, advantage over the epochs", xlabel="epoch after a penalty", ylabel=label)
+    draw(axes[1, 1], "figure 1, variance", xlabel=steps, ylabel=variance, yscale="log")
+    axes[0, 0].legend(frameon=False)
+    finish_games(figure, results / "coppo_matrix_penalty", "The penalty game (figure 1 of the paper)")
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    draw(axes[0], "figure 2, reward", xlabel=steps, ylabel=reward)
+    draw(axes[1], "figure 2, variance", xlabel=steps, ylabel=variance, yscale="log")
+    axes[0].legend(frameon=False)
+    finish_games(figure, results / "coppo_matrix_inner_clip", "The inner clip on the penalty game (figure 2)")
+
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained", sharex=True)
+    for game, (row, column) in GAMES.items():
+        draw(axes[row, column], f"figure 5, {game}", title=game)
+        axes[row, column].set(xlabel=steps if row else "", ylabel="" if column else reward)
+    axes[0, 0].legend(frameon=False)
+    finish_games(figure, results / "coppo_matrix_games", "The six other games (figure 5)")
+    plt.rcdefaults()
+
+
+def finish_games(figure, out: Path, title: str) -> None:
+    save(figure, out)
+    rows = pd.read_csv(out.parent / "data" / "coppo_matrix_final.csv", dtype=str)
+    caption = (
+        f"{title}: means of 30 runs with their 95 % bootstrap intervals; solved: the mean of the last 1,000 plays is "
+        "above half of the best reward. Command: `benchmark/coppo.sh`.\n"
+    )
+    write_page(out, caption, markdown(rows[rows.figure == out.name].drop(columns="figure"), 2))
+
+
+def main(args: Args) -> None:
+    for name in json.loads((args.results / "data" / "figures.json").read_text()):
+        redraw(args.results / name)
+    impala_speed(args.results / "impala_speed")
+    mappo_agents(args.results / "mappo_agents")
+    coppo_matrix(args.results)
+    for script in sorted((args.results.parent / "figures").glob("*.py")):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
