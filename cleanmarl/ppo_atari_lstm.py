@@ -20,71 +20,49 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
-from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
+from cleanmarl.run import Run
 
 
 @dataclass
-class Args:
-    seed: int = 1
-    """seed of the networks, the policy's samples, the minibatches and the environments"""
-    device: str = "cpu"
-    """torch device: cpu, cuda, cuda:1, mps"""
-    torch_threads: int = 1
-    """threads of torch on the CPU"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    checkpoint_interval: int = 100_000
-    """environment steps between two checkpoints; there is always one at the end"""
-    resume: Path | None = None
-    """run folder to continue; --total-timesteps may be raised"""
-    eval_episodes: int = 20
-    """episodes of the evaluation at the end, with the most probable action; 0 for none"""
-    capture_video: bool = False
-    """record an episode at the end into the run folder"""
-    track: bool = False
-    """log to Weights & Biases too"""
-    wandb_project_name: str = "cleanmarl"
-    """Weights & Biases project"""
-    wandb_entity: str | None = None
-    """Weights & Biases team"""
-
+class Args(RunArgs):
     env_id: str = "ALE/Breakout-v5"
     """any game of ale-py; its frame skip and its sticky actions are switched off"""
-    total_timesteps: int = 10_000_000
+    total_timesteps: PositiveInt = 10_000_000
     """environment steps of the whole run, all environments together; one is 4 frames"""
 
-    learning_rate: float = 2.5e-4
+    learning_rate: PositiveFloat = 2.5e-4
     """learning rate of Adam"""
-    num_envs: int = 8
+    num_envs: PositiveInt = 8
     """N, environments stepped side by side"""
-    num_steps: int = 128
+    num_steps: PositiveInt = 128
     """T, steps of each environment in one rollout"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
-    gamma: float = 0.99
-    """discount factor, in [0, 1]"""
-    gae_lambda: float = 0.95
-    """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 4
+    gamma: UnitFloat = 0.99
+    """discount factor"""
+    gae_lambda: UnitFloat = 0.95
+    """lambda of GAE"""
+    num_minibatches: PositiveInt = 4
     """minibatches of one epoch; must divide num_envs"""
-    update_epochs: int = 4
+    update_epochs: PositiveInt = 4
     """passes over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
-    clip_coef: float = 0.1
+    clip_coef: PositiveFloat = 0.1
     """epsilon of the clipped objective"""
     anneal_clip_coef: bool = False
     """let clip_coef fall linearly to 0 over the run"""
     clip_vloss: bool = True
     """clip the change of the value by clip_coef too"""
-    ent_coef: float = 0.01
+    ent_coef: NonNegativeFloat = 0.01
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: PositiveFloat = 0.5
     """largest norm of the gradient of all parameters together"""
-    target_kl: float | None = None
+    target_kl: PositiveFloat | None = None
     """stop the epochs of an update once the approximate KL divergence exceeds this"""
     time_limit_bootstrap: bool = False
     """at a time limit add gamma V(final observation) to the reward; the official implementation does not"""
@@ -126,7 +104,7 @@ class FireReset(gym.Wrapper):
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """The environments of a run, with one grey frame (1, 84, 84) as observation; UsageError for other games."""
-    message = f"needs an Atari game, such as ALE/Breakout-v5, and {args.env_id} is none"
+    message = f"this script needs an Atari game, such as ALE/Breakout-v5, and {args.env_id} is none"
     check(args.env_id.startswith("ALE/"), message)
 
     def preprocess(env: gym.Env) -> gym.Env:
@@ -222,10 +200,15 @@ def make_policy(agent: Agent, greedy: bool = True):
             state = first_state(len(obs), device)
         obs, start = torch.as_tensor(obs, device=device), torch.as_tensor(done, device=device)
         logits, _, state = agent(obs[None], state, start[None])
-        action = logits.argmax(-1) if greedy else torch.distributions.Categorical(logits=logits).sample()
-        return action[0].cpu().numpy()
+        logits = logits[0].numpy(force=True)
+        return (logits if greedy else logits + gumbel_noise(*logits.shape)).argmax(-1)
 
     return policy
+
+
+def gumbel_noise(*shape: int) -> np.ndarray:
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
+    return -torch.empty(shape).exponential_().log().numpy()
 
 
 class Rollout(NamedTuple):
@@ -233,11 +216,11 @@ class Rollout(NamedTuple):
 
     obs: np.ndarray  # (T, N, 1, 84, 84) uint8
     action: np.ndarray  # (T, N) int64
+    log_prob: np.ndarray  # (T, N) float32, of the policy that acted
     reward: np.ndarray  # (T, N) float32
     done: np.ndarray  # (T, N) bool, the episode ended with this step
-    logits: torch.Tensor  # (T, N, K)
-    value: torch.Tensor  # (T, N)
-    start: torch.Tensor  # (T, N) bool, the episode began with this observation
+    value: np.ndarray  # (T, N) float32
+    start: np.ndarray  # (T, N) bool, the episode began with this observation
     state: torch.Tensor  # (2, N, 128) of the LSTM before the first step
 
 
@@ -260,20 +243,20 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
 def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, state, rollout: Rollout, args: Args, run: Run):
     """Step the environments for one rollout, starting from `obs`, `start`, `state`; returns those that follow it.
 
-    Values come along with the actions, since both share a network; log-probabilities follow in one batch.
+    Values come along with the actions, since both share a network.
     """
     device = next(agent.parameters()).device
-    # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    noise = -torch.empty(rollout.logits.shape, device=device).exponential_().log()
+    noise = gumbel_noise(*rollout.action.shape, envs.single_action_space.n)
+    logits = np.empty_like(noise)  # (T, N, K)
     rollout.state.copy_(state)  # detail lstm-5: training replays the states from here
     for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t], rollout.start[t] = obs, start
-        step_obs = torch.from_numpy(rollout.obs[t]).to(device)
-        rollout.logits[t], rollout.value[t], state = agent(step_obs[None], state, rollout.start[t, None])
-        rollout.action[t] = (rollout.logits[t] + noise[t]).argmax(-1).cpu().numpy()
+        step_obs, step_start = (torch.from_numpy(x[t, None]).to(device) for x in (rollout.obs, rollout.start))
+        *output, state = agent(step_obs, state, step_start)
+        logits[t], rollout.value[t] = (x[0].cpu().numpy() for x in output)
+        rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
-        rollout.done[t] = termination | truncation
-        start = torch.from_numpy(rollout.done[t])
+        rollout.done[t] = start = termination | truncation
         if "_episode" in info:
             run.log_episodes(info)
             if args.time_limit_bootstrap:
@@ -281,6 +264,8 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, state, rollout
                     final_obs = torch.as_tensor(info["final_obs"][n], device=device)
                     same = torch.zeros(1, 1, dtype=torch.bool, device=device)
                     rollout.reward[t, n] += args.gamma * agent(final_obs[None, None], state[:, [n]], same)[1].item()
+    log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
+    rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs, start, state
 
 
@@ -299,24 +284,19 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs, next_start, next_state, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of a rollout; next_obs (N, ...) follows it."""
+    """Advantages and returns of a rollout; next_obs (N, 1, 84, 84) is the observation that follows it."""
     device = next(agent.parameters()).device
-    obs = torch.from_numpy(rollout.obs).to(device)
-    action = torch.from_numpy(rollout.action).to(device)
-    log_prob = rollout.logits.log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
-    value = rollout.value
-    next_obs, next_start = torch.as_tensor(next_obs, device=device)[None], next_start.to(device)[None]
+    next_obs, next_start = (torch.as_tensor(x, device=device)[None] for x in (next_obs, next_start))
     next_value = agent(next_obs, next_state, next_start)[1][0]
-    advantage = gae(
-        rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
-    )
-    advantage = torch.from_numpy(advantage).to(device)
+    advantage = gae(rollout.reward, rollout.value, next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda)
+    arrays = rollout.obs, rollout.action, rollout.log_prob, rollout.value, advantage, rollout.start
+    obs, action, log_prob, value, advantage, start = (torch.from_numpy(x).to(device) for x in arrays)
     return_ = advantage + value  # detail core-5: TD(lambda) returns
-    return Batch(obs, action, log_prob, advantage, return_, value, rollout.start, rollout.state)
+    return Batch(obs, action, log_prob, advantage, return_, value, start, rollout.state)
 
 
-def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of one minibatch, and its diagnostics: policy_loss, value_loss, entropy, approx_kl, clipfrac."""
+def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one minibatch, and its diagnostics by name."""
     logits, new_value, _ = agent(batch.obs, batch.state, batch.start)
     log_probs = logits.log_softmax(-1)  # (T, B, K)
     log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob
@@ -344,9 +324,13 @@ def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[
 
     # detail core-12: debug variables; the KL estimator k3 of joschu.net/blog/kl-approx.html
     with torch.no_grad():
-        approx_kl = (ratio - 1 - log_ratio).mean()
-        clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac])
+        stats = {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+        }
     return loss, stats
 
 
@@ -366,10 +350,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             optimizer.step()
             all_stats.append(stats)
         # detail aux-3: early stopping, by approx_kl
-        if args.target_kl is not None and stats[3] > args.target_kl:
+        if args.target_kl is not None and stats["approx_kl"] > args.target_kl:
             break
-    names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     # an advantage is what the value did not explain of the return
     metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
@@ -377,9 +360,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
 
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
-    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef", "target_kl")
-    check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
     batch_size = args.num_envs * args.num_steps
     message = f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}: "
     message += "a minibatch is the whole sequences of some environments"
@@ -388,29 +368,28 @@ def main(args: Args) -> Path:
     check(batch_size >= 2 * args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
-    device = find_device(args.device)
-    seed_everything(args.seed, args.torch_threads)
+    device = set_up(args)
 
     envs = make_envs(args, args.num_envs)  # detail core-1: vectorized architecture
     agent = Agent(envs, args).to(device)
     # detail core-3: Adam's epsilon is 1e-5, not the library's 1e-8
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    T, N, K = args.num_steps, args.num_envs, envs.single_action_space.n
+    T, N = args.num_steps, args.num_envs
     rollout = Rollout(
         obs=np.zeros((T, N, *envs.single_observation_space.shape), np.uint8),
         action=np.zeros((T, N), np.int64),
+        log_prob=np.zeros((T, N), np.float32),
         reward=np.zeros((T, N), np.float32),
         done=np.zeros((T, N), bool),
-        logits=torch.zeros(T, N, K, device=device),
-        value=torch.zeros(T, N, device=device),
-        start=torch.zeros(T, N, dtype=torch.bool, device=device),
+        value=np.zeros((T, N), np.float32),
+        start=np.zeros((T, N), bool),
         state=first_state(N, device),
     )
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
         obs, _ = envs.reset(seed=args.seed + run.step)  # a resumed run begins new episodes
-        start, state = torch.ones(N, dtype=torch.bool), first_state(N, device)
+        start, state = np.ones(N, bool), first_state(N, device)
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates

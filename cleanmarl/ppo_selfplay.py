@@ -28,9 +28,11 @@ import torch
 import torch.nn as nn
 from gymnasium.vector import AutoresetMode
 
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import EpisodeStatistics, env_seeds
 from cleanmarl.envs.pool import envpool_spec
-from cleanmarl.run import EVAL_SEED, Run, check, check_positive, evaluate, find_device, launch, seed_everything
+from cleanmarl.evaluate import evaluate
+from cleanmarl.run import EVAL_SEED, Run
 
 GAMES = ("ConnectFour-v1", "TicTacToe-v1", "Othello-v1", "Hex-v1", "AnimalShogi-v1", "GardnerChess-v1", "Chess-v1")
 GAMES += ("Shogi-v1", "Go9x9-v1", "Go13x13-v1", "Go19x19-v1")
@@ -38,74 +40,54 @@ GAMES += ("ChineseGo9x9-v1", "ChineseGo13x13-v1", "ChineseGo19x19-v1")
 
 
 @dataclass
-class Args:
-    seed: int = 1
-    """seed of the networks, the policy's samples, the minibatches and the environments"""
-    device: str = "cpu"
-    """torch device: cpu, cuda, cuda:1, mps"""
-    torch_threads: int = 1
-    """threads of torch on the CPU"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    checkpoint_interval: int = 100_000
-    """environment steps between two checkpoints; there is always one at the end"""
-    resume: Path | None = None
-    """run folder to continue; --total-timesteps may be raised"""
+class Args(RunArgs):
     eval_episodes: int = 200
     """games of the evaluation at the end, most probable moves against random ones; 0 for none"""
-    capture_video: bool = False
-    """record a game at the end into the run folder"""
-    track: bool = False
-    """log to Weights & Biases too"""
-    wandb_project_name: str = "cleanmarl"
-    """Weights & Biases project"""
-    wandb_entity: str | None = None
-    """Weights & Biases team"""
 
     env_id: str = "ConnectFour-v1"
     """a zero-sum two-player game of perfect information in envpool: ConnectFour-v1, TicTacToe-v1, Othello-v1, ..."""
-    total_timesteps: int = 500_000
+    total_timesteps: PositiveInt = 500_000
     """environment steps (moves of either player) of the whole run, all environments together"""
 
-    learning_rate: float = 1e-3
+    learning_rate: PositiveFloat = 1e-3
     """learning rate of Adam"""
-    num_envs: int = 64
+    num_envs: PositiveInt = 64
     """N, environments stepped side by side"""
-    num_steps: int = 64
+    num_steps: PositiveInt = 64
     """T, steps of each environment in one rollout"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
-    gamma: float = 0.99
-    """discount factor, in [0, 1]"""
-    gae_lambda: float = 0.95
-    """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 4
+    gamma: UnitFloat = 0.99
+    """discount factor"""
+    gae_lambda: UnitFloat = 0.95
+    """lambda of GAE"""
+    num_minibatches: PositiveInt = 4
     """minibatches of one epoch"""
-    update_epochs: int = 4
+    update_epochs: PositiveInt = 4
     """passes over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
-    clip_coef: float = 0.1
+    clip_coef: PositiveFloat = 0.1
     """epsilon of the clipped objective"""
     anneal_clip_coef: bool = False
     """let clip_coef fall linearly to 0 over the run"""
     clip_vloss: bool = True
     """clip the change of the value by clip_coef too"""
-    ent_coef: float = 0.05
+    ent_coef: NonNegativeFloat = 0.05
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: PositiveFloat = 0.5
     """largest norm of the gradient of all parameters together"""
-    target_kl: float | None = None
+    target_kl: PositiveFloat | None = None
     """stop the epochs of an update once the approximate KL divergence exceeds this"""
-    past_share: float = 0.2
-    """share of the environments in which player 1 is a past self, in [0, 1]"""
-    pool_size: int = 20
+    past_share: UnitFloat = 0.2
+    """share of the environments in which player 1 is a past self"""
+    pool_size: PositiveInt = 20
     """most past selves kept; the oldest leaves first"""
-    pool_interval: int = 10
+    pool_interval: PositiveInt = 10
     """updates between two matches, after which the agent joins its past selves; there is always one at the end"""
-    match_games: int = 100
+    match_games: PositiveInt = 100
     """games against each opponent in a match, with sampled moves"""
 
 
@@ -203,7 +185,7 @@ def random_policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """Games for player 0 against random moves, as they are evaluated and shown; UsageError for what is no such game."""
-    message = f"needs a zero-sum two-player game of perfect information, and {args.env_id} is none of them"
+    message = f"this script needs a zero-sum two-player game of perfect information, and {args.env_id} is none of them"
     envpool_spec(args.env_id)  # its error names near ids
     check(args.env_id in GAMES, f"{message}: {', '.join(GAMES)}")
     return Against(Games(args.env_id, num_envs, **options), random_policy)
@@ -249,11 +231,15 @@ def make_policy(agent: Agent, greedy: bool = True):
     device = next(agent.parameters()).device
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
-        logits, _ = agent(torch.as_tensor(obs, device=device))
-        action = logits.argmax(-1) if greedy else torch.distributions.Categorical(logits=logits).sample()
-        return action.cpu().numpy()
+        logits = agent(torch.as_tensor(obs, device=device))[0].numpy(force=True)
+        return (logits if greedy else logits + gumbel_noise(*logits.shape)).argmax(-1)
 
     return policy
+
+
+def gumbel_noise(*shape: int) -> np.ndarray:
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
+    return -torch.empty(shape).exponential_().log().numpy()
 
 
 class PastSelves:
@@ -312,12 +298,12 @@ class Rollout(NamedTuple):
 
     obs: np.ndarray  # (T, N, D) float32
     action: np.ndarray  # (T, N) int64
+    log_prob: np.ndarray  # (T, N) float32, of the policy that acted
     reward: np.ndarray  # (T, N) float32, player 0's
     done: np.ndarray  # (T, N) bool, the game ended with this step
     player: np.ndarray  # (T, N) int64, who moved: 0, 1, or -1 where the step only began a game
     learns: np.ndarray  # (T, N) bool, the agent moved: no past self, and no step that only began a game
-    logits: torch.Tensor  # (T, N, K)
-    value: torch.Tensor  # (T, N), the agent's, for the player to move
+    value: np.ndarray  # (T, N) float32, the agent's, for the player to move
 
 
 def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -339,30 +325,30 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
 def collect(agent: Agent, past: Agent, envs: Games, seen: tuple, rollout: Rollout, args: Args, run: Run):
     """Step the games for one rollout, starting from `seen`, an (obs, info); returns what is seen after it.
 
-    Values come along with the actions, since both share a network; log-probabilities follow in one batch.
+    Values come along with the actions, since both share a network.
     """
     device = next(agent.parameters()).device
     obs, info = seen
     num_past = round(args.past_share * args.num_envs)  # the first environments are those with a past self
-    # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-    noise = -torch.empty(rollout.logits.shape, device=device).exponential_().log()
+    noise = gumbel_noise(*rollout.action.shape, agent.num_actions)
+    logits = np.empty_like(noise)  # (T, N, K)
     for t in range(args.num_steps):  # detail core-1: as many steps as ever, whichever games end
         rollout.obs[t], rollout.player[t] = obs, info["player"]
         batch = torch.from_numpy(rollout.obs[t]).to(device)
-        logits, rollout.value[t] = agent(batch)
+        logits[t], rollout.value[t] = (x.cpu().numpy() for x in agent(batch))
         is_past = rollout.player[t] == 1
         is_past[num_past:] = False
         rollout.learns[t] = (rollout.player[t] >= 0) & ~is_past
         if is_past.any():
-            rows = torch.from_numpy(is_past).to(device)
-            logits[rows] = past(batch[rows])[0]
-        rollout.logits[t] = logits
-        rollout.action[t] = (logits + noise[t]).argmax(-1).cpu().numpy()
+            logits[t, is_past] = past(batch[torch.from_numpy(is_past).to(device)])[0].cpu().numpy()
+        rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
         rollout.done[t] = termination | truncation
         ended = rollout.done[t] & (np.arange(args.num_envs) < num_past)
         if ended.any():  # results against past selves; those against oneself say nothing
             run.log_episodes(info | {"_episode": ended})
+    log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
+    rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs, info
 
 
@@ -379,27 +365,23 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, seen: tuple, args: Args) -> Batch:
-    """Log-probabilities, values, advantages and returns of the agent's moves; `seen` (obs, info) is what follows."""
+    """Advantages and returns of the agent's moves; `seen` (obs, info) is what follows them."""
     device = next(agent.parameters()).device
     next_obs, info = seen
-    obs = torch.from_numpy(rollout.obs).to(device)
-    action = torch.from_numpy(rollout.action).to(device)
-    log_prob = rollout.logits.log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
-    value = rollout.value
     _, next_value = agent(torch.as_tensor(next_obs, device=device))
     # What is good for one player is as bad for the other: as player 0 sees it, a game is an episode like any other.
     sign = np.where(rollout.player == 1, -1, 1).astype(np.float32)
     next_sign = np.where(info["player"] == 1, -1, 1).astype(np.float32)
-    values, next_values = sign * value.cpu().numpy(), next_sign * next_value.cpu().numpy()
+    values, next_values = sign * rollout.value, next_sign * next_value.cpu().numpy()
     advantage = sign * gae(rollout.reward, values, next_values, rollout.done, args.gamma, args.gae_lambda)
-    advantage = torch.from_numpy(advantage).to(device)
+    arrays = rollout.obs, rollout.action, rollout.log_prob, rollout.value, advantage
+    obs, action, log_prob, value, advantage = (torch.from_numpy(x[rollout.learns]).to(device) for x in arrays)
     return_ = advantage + value  # detail core-5: TD(lambda) returns
-    learns = torch.from_numpy(rollout.learns).to(device)
-    return Batch(*(x[learns] for x in (obs, action, log_prob, advantage, return_, value)))
+    return Batch(obs, action, log_prob, advantage, return_, value)
 
 
-def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of one minibatch, and its diagnostics: policy_loss, value_loss, entropy, approx_kl, clipfrac."""
+def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one minibatch, and its diagnostics by name."""
     logits, new_value = agent(batch.obs)
     log_probs = logits.log_softmax(-1)  # (B, K)
     log_ratio = log_probs.gather(-1, batch.action[:, None]).squeeze(-1) - batch.log_prob
@@ -427,9 +409,13 @@ def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[
 
     # detail core-12: debug variables; the KL estimator k3 of joschu.net/blog/kl-approx.html
     with torch.no_grad():
-        approx_kl = (ratio - 1 - log_ratio).mean()
-        clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-        stats = torch.stack([policy_loss, value_loss, entropy, approx_kl, clipfrac])
+        stats = {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "clipfrac": ((ratio - 1).abs() > clip_coef).float().mean(),
+        }
     return loss, stats
 
 
@@ -449,10 +435,9 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             optimizer.step()
             all_stats.append(stats)
         # detail aux-3: early stopping, by approx_kl
-        if args.target_kl is not None and stats[3] > args.target_kl:
+        if args.target_kl is not None and stats["approx_kl"] > args.target_kl:
             break
-    names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"]
-    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+    metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     # an advantage is what the value did not explain of the return
     metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
@@ -460,34 +445,30 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
 
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "learning_rate", "torch_threads")
-    check_positive(args, "checkpoint_interval", "max_grad_norm", "clip_coef", "target_kl")
-    check_positive(args, "pool_size", "pool_interval", "match_games")
-    check(0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1, "--gamma and --gae-lambda must be in [0, 1]")
-    check(0 <= args.past_share <= 1, f"--past-share must be in [0, 1], not {args.past_share}")
     batch_size = args.num_envs * args.num_steps
-    # A past self's moves and the steps that begin games leave at least a third; a spread takes two.
-    message = f"num_envs * num_steps = {batch_size} is less than 8 for each of --num-minibatches {args.num_minibatches}"
-    check(batch_size >= 8 * args.num_minibatches, message)
+    # Of T steps beside a past self at least (T - 1) // 3 are the agent's moves: past, begin, past may come first, then
+    # again and again agent, begin, past if games end after two moves. A spread takes two.
+    message = f"--num-steps {args.num_steps} of --num-envs {args.num_envs} may leave less than two moves of the agent"
+    message += f" for each of --num-minibatches {args.num_minibatches}"
+    check(args.num_envs * ((args.num_steps - 1) // 3) >= 2 * args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {batch_size} steps"
     check(args.total_timesteps >= batch_size, message)
-    device = find_device(args.device)
-    seed_everything(args.seed, args.torch_threads)
+    device = set_up(args)
 
     envs = make_envs(args, args.num_envs).env  # detail core-1: vectorized architecture
     agent, past, pool = Agent(envs, args).to(device), Agent(envs, args).to(device), PastSelves()
     # detail core-3: Adam's epsilon is 1e-5, not the library's 1e-8
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    T, N, K = args.num_steps, args.num_envs, agent.num_actions
+    T, N = args.num_steps, args.num_envs
     rollout = Rollout(
         obs=np.zeros((T, N, *envs.single_observation_space.shape), np.float32),
         action=np.zeros((T, N), np.int64),
+        log_prob=np.zeros((T, N), np.float32),
         reward=np.zeros((T, N), np.float32),
         done=np.zeros((T, N), bool),
         player=np.zeros((T, N), np.int64),
         learns=np.zeros((T, N), bool),
-        logits=torch.zeros(T, N, K, device=device),
-        value=torch.zeros(T, N, device=device),
+        value=np.zeros((T, N), np.float32),
     )
 
     num_updates = args.total_timesteps // batch_size
