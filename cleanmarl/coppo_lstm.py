@@ -1,104 +1,92 @@
-"""CoPPO as in coppo.py, but policies and critics remember: the recurrent network of the paper's StarCraft experiments.
+"""CoPPO whose policies and critics remember: the recurrent network of the paper's StarCraft experiments.
 
 In agent i's clipped objective the ratio r_i is multiplied by g, the product of the other agents' ratios, clipped to
 1 ± inner_clip_coef and held constant ("double clipping", equation 10). With --no-share-parameters the agents step one
 after another, each with the others' newest ratios (Algorithm 1); shared networks take one step for all.
 
-Two layers with ReLU, a GRU and an output layer, 64 units each (appendix C.2), which also gives the optimizer, its
-learning rate, lambda, the clips, the 8 environments and the epochs. The memory of an agent and that of its critic are
-empty at the start of an episode. Training replays whole sequences from the memories with which the rollout began.
+--inner-clip-coef 0 is MAPPO (g = 1), and inf is the objective without double clipping (equation 8). --objective authors
+is what the authors' code does: the inner clip in the clipped term only, and gradients through the others' ratios.
 
-Paper: Wu et al. 2021 (arXiv:2111.04051). Parents: coppo.py, without the critics of joint actions and the exploration of
-its matrix games; its memory is that of mappo_lstm.py.
+Two layers with ReLU, a GRU and an output layer, 64 units each (appendix C.2), which also gives the optimizer, its
+learning rate, lambda, the clips, the 8 environments and the epochs.
+
+A memory is empty where an episode begins or an agent comes back to life, in training as in evaluation. Training replays
+whole sequences from the memories with which the rollout began.
+
+Paper: Wu et al. 2021 (arXiv:2111.04051). Parent: coppo.py, plus the memory, which is that of ippo_lstm.py.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from annotated_types import Interval
 
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.run import Run, check, check_positive, find_device, launch, seed_everything
+from cleanmarl.layers import AgentIds, Networks, Recurrent, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.run import Run
 
 
 @dataclass
-class Args:
-    seed: int = 1
-    """seed of the networks, the policies' samples, the minibatches and the environments"""
-    device: str = "cpu"
-    """torch device: cpu, cuda, cuda:1, mps; small networks are fastest on the CPU"""
-    torch_threads: int = 1
-    """threads of torch on the CPU"""
-    runs_dir: str = "runs"
-    """where run folders are made"""
-    checkpoint_interval: int = 100_000
-    """environment steps between two checkpoints; there is always one at the end"""
-    resume: Path | None = None
-    """run folder to continue; --total-timesteps may be raised"""
+class Args(RunArgs):
     eval_episodes: int = 100
-    """episodes of the evaluation at the end, with the most probable actions; 0 for none"""
-    capture_video: bool = False
-    """record an episode at the end into the run folder"""
-    track: bool = False
-    """log to Weights & Biases too"""
-    wandb_project_name: str = "cleanmarl"
-    """Weights & Biases project"""
-    wandb_entity: str | None = None
-    """Weights & Biases team"""
-
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
-    total_timesteps: int = 1_000_000
+    total_timesteps: PositiveInt = 1_000_000
     """environment steps of the whole run, all environments together, however many agents act in each"""
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: int = 64
-    """units of each of the two first layers, and of the recurrent one"""
+    hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers, and of the recurrent one"""
+    cell: Literal["lstm", "gru"] = "gru"
+    """recurrent layer of policies and critics"""
+    activation: Literal["tanh", "relu"] = "relu"
+    """of the hidden layers; MAPPO's authors take ReLU, but tanh for simple_spread"""
     optimizer: Literal["adam", "rmsprop"] = "rmsprop"
     """Adam as in mappo_lstm.py, or RMSprop with smoothing 0.99 as in the paper"""
-    learning_rate: float = 5e-4
+    learning_rate: PositiveFloat = 5e-4
     """learning rate of the actors"""
-    critic_learning_rate: float = 5e-4
+    critic_learning_rate: PositiveFloat = 5e-4
     """learning rate of the critics"""
     anneal_lr: bool = False
     """let the learning rates fall linearly to 0 over the run"""
-    num_envs: int = 8
+    num_envs: PositiveInt = 8
     """N, environments stepped side by side"""
-    num_steps: int = 400
+    num_steps: PositiveInt = 400
     """T, steps of each environment in one rollout; gradients go back as far"""
-    gamma: float = 0.99
-    """discount factor, in [0, 1]"""
-    gae_lambda: float = 0.9
-    """lambda of GAE, in [0, 1]"""
-    num_minibatches: int = 1
-    """minibatches of one epoch; must divide num_envs, since the agents of an environment stay together"""
-    update_epochs: int = 10
+    gamma: UnitFloat = 0.99
+    """discount factor; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
+    gae_lambda: UnitFloat = 0.9
+    """lambda of GAE"""
+    num_minibatches: PositiveInt = 1
+    """minibatches of one epoch; must divide num_envs: a minibatch is the whole sequences of some environments"""
+    update_epochs: PositiveInt = 10
     """passes over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each rollout"""
-    clip_coef: float = 0.2
+    clip_coef: PositiveFloat = 0.2
     """epsilon of the clipped objective: the outer clip, of g times an agent's own ratio"""
-    inner_clip_coef: float = 0.1
+    inner_clip_coef: Annotated[float, Interval(ge=0, le=math.inf)] = 0.1
     """epsilon of the inner clip, of the product of the others' ratios; 0 for MAPPO, inf for no double clipping"""
     clip_separately: bool = False
     """clip each of the others' ratios instead of their product"""
     objective: Literal["equation", "authors"] = "equation"
     """equation 10 of the paper, or the objective of the authors' code"""
-    mix: Literal["sum", "network"] = "sum"
-    """how the agents' objectives become one: their sum, or the authors' network with non-negative weights"""
-    value_clip_coef: float = 0.2
+    value_clip_coef: NonNegativeFloat = 0.2
     """largest change of the (normalised) value that its loss rewards; 0 for no clipping"""
-    huber_delta: float = 10.0
+    huber_delta: NonNegativeFloat = 10.0
     """error of the (normalised) value from which its loss grows linearly; 0 for the squared error"""
-    ent_coef: float = 0.01
+    ent_coef: NonNegativeFloat = 0.01
     """weight of the entropy bonus"""
-    max_grad_norm: float = 10.0
+    max_grad_norm: PositiveFloat = 10.0
     """largest norm of the gradient of a network"""
     normalize_value: bool = True
     """let critics predict normalised returns, by the running mean and deviation (PopArt)"""
@@ -107,217 +95,118 @@ class Args:
 
 
 def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
-    """The environments of a run; UsageError if their actions are continuous."""
-    envs = make(args.env_id, num_envs, **options)
-    message = f"coppo_lstm.py needs discrete actions and those of {args.env_id} are continuous"
-    check(not envs.continuous, f"{message}; try mappo_continuous_action.py")
-    return envs
+    """The environments of a run, with discrete actions."""
+    return make(args.env_id, num_envs, discrete=True, **options)
 
 
-class StackedLinear(nn.Module):
-    """M linear layers as one batched product: (M, B, in) -> (M, B, out)."""
-
-    def __init__(self, num_networks: int, size_in: int, size_out: int, std: float = np.sqrt(2)):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_networks, size_in, size_out))
-        self.bias = nn.Parameter(torch.zeros(num_networks, 1, size_out))
-        for weight in self.weight.detach():
-            nn.init.orthogonal_(weight, std)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.baddbmm(self.bias, x, self.weight)
+def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
+    for name, parameter in layer.named_parameters():
+        for weight in parameter.detach():  # of each network
+            nn.init.zeros_(weight) if "bias" in name else nn.init.orthogonal_(weight, std)
+    return layer
 
 
-class RecurrentNetwork(nn.Module):
-    """M networks: two ReLU layers, the two parts of a recurrent layer's gates, and the output; Agent.run runs them."""
-
-    def __init__(self, num_networks: int, size_in: int, hidden: int, size_out: int, std: float):
-        super().__init__()
-        self.encoder1 = StackedLinear(num_networks, size_in, hidden)
-        self.encoder2 = StackedLinear(num_networks, hidden, hidden)
-        # detail lstm-1: orthogonal weights of scale 1, biases 0
-        self.input = StackedLinear(num_networks, hidden, 3 * hidden, std=1.0)
-        self.memory = StackedLinear(num_networks, hidden, 3 * hidden, std=1.0)
-        self.head = StackedLinear(num_networks, hidden, size_out, std)
-
-
-def gru(x, memory, state, sigmoid, tanh, chunk):
-    """The state after a step, (M, B, H): the output; x, memory: (M, B, 3H), the two parts of its gates.
-
-    Equations and order of the gates as in torch.nn.GRU (Cho et al. 2014); tensors, or NumPy arrays.
-    """
-    (x_reset, x_keep, x_new), (m_reset, m_keep, m_new) = chunk(x, 3, -1), chunk(memory, 3, -1)
-    new = tanh(x_new + sigmoid(x_reset + m_reset) * m_new)
-    return new + sigmoid(x_keep + m_keep) * (state - new)
-
-
-TORCH = torch.sigmoid, torch.tanh, torch.chunk
-NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, np.split
-
-
-class PopArt(nn.Module):
-    """Mean and variance of all returns so far, for M critics that predict normalised ones (van Hasselt et al. 2016).
-
-    `update` takes in new returns (Chan et al. 1979, parallel algorithm) and adapts the critics' last layer to them so
-    that every value stays what it was, in the unit of the returns.
-    """
-
-    def __init__(self, num_networks: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(1, 1, num_networks))
-        self.register_buffer("var", torch.ones(1, 1, num_networks))
-        self.register_buffer("count", torch.zeros(()))
+class PopArt(RunningMeanStd):
+    """Mean and deviation of all returns so far, for critics that predict normalised ones (van Hasselt et al. 2016)."""
 
     @property
     def std(self) -> torch.Tensor:
         return self.var.clamp(min=1e-2).sqrt()  # the floor of the official implementation
 
     @torch.no_grad()
-    def update(self, mean: torch.Tensor, var: torch.Tensor, count: int, last_layer: StackedLinear) -> None:
-        """mean, var: (1, 1, M) of `count` new returns of each network."""
+    def update(self, return_: torch.Tensor, last_layer: StackedLinear) -> None:
+        """Take in return_ (R, A), and adapt the critics' last layer so that every value stays what it was."""
         old_mean, old_std = self.mean.clone(), self.std
-        total, delta = self.count + count, mean - self.mean
-        spread = self.var * self.count + var * count + delta.square() * self.count * count / total
-        self.mean += delta * count / total
-        self.var.copy_(spread / total)
-        self.count.copy_(total)
-        last_layer.weight *= (old_std / self.std).view(-1, 1, 1)
-        last_layer.bias *= (old_std / self.std).view(-1, 1, 1)
-        last_layer.bias += ((old_mean - self.mean) / self.std).view(-1, 1, 1)
-
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return (x - self.mean) / self.std
-
-    def denormalize(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.std + self.mean
-
-
-class MixingNetwork(nn.Module):
-    """One number from those of all agents, with non-negative weights and a bias that depend on the state (QMIX's form).
-
-    As in the authors' code nothing trains it: the objective has no maximum over its parameters.
-    """
-
-    def __init__(self, num_agents: int, state_size: int, hidden: int = 32):
-        super().__init__()
-        self.weight1, self.bias1 = nn.Linear(state_size, num_agents * hidden), nn.Linear(state_size, hidden)
-        self.weight2 = nn.Linear(state_size, hidden)
-        self.bias2 = nn.Sequential(nn.Linear(state_size, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        self.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """x (R, A), state (R, S) -> (R, 1)."""
-        weight1 = self.weight1(state).abs().view(*x.shape, -1)  # (R, A, hidden)
-        hidden = F.elu((x[..., None] * weight1).sum(1) + self.bias1(state))
-        return (hidden * self.weight2(state).abs()).sum(1, keepdim=True) + self.bias2(state)
+        super().update(return_[..., None])
+        last_layer.weight *= (old_std / self.std)[..., None]
+        last_layer.bias *= (old_std / self.std)[..., None]
+        last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
 
 
 class Agent(nn.Module):
-    """The policies and critics of all agents, and the returns' normaliser: M = 1 network shared by all, or M = A.
+    """The policies and critics of all agents, with one network that serves all of them, or one for each.
 
-    Arrays are (N, A, ...), or (T, N, A, ...) in sequences: the agents of one step stay side by side. Inside,
-    `by_network` brings (R, A, ...) to (M, B, ...), where B = R * A rows of the shared network, or R rows of each agent.
+    Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side. All steps of
+    N environments follow each other, from `memory` (N, A, H) before the first; it is 0 after those in forget (R, A).
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        self.num_agents, self.shared = envs.num_agents, args.share_parameters
-        self.ids = np.eye(self.num_agents, dtype=np.float32)
-        num_networks = 1 if self.shared else self.num_agents
-        obs_size = int(envs.obs_sizes.max()) + (self.num_agents if self.shared else 0)
-        num_actions, self.hidden = int(envs.action_sizes.max()), args.hidden_dim
-        self.actor = RecurrentNetwork(num_networks, obs_size, self.hidden, num_actions, std=0.01)
-        self.critic = RecurrentNetwork(num_networks, envs.state_size + obs_size, self.hidden, 1, std=1.0)
-        self.value_stats = PopArt(num_networks) if args.normalize_value else None
-        self.mixing = MixingNetwork(self.num_agents, envs.state_size) if args.mix == "network" else None
+        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        M = 1 if args.share_parameters else A  # networks
+        obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
+        # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
+        ids = AgentIds(A) if args.share_parameters else nn.Identity()
+        activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
+        self.actor = Recurrent(
+            ids,
+            layer_init(StackedLinear(M, obs_size, hidden)),
+            activation(),
+            layer_init(StackedLinear(M, hidden, hidden)),
+            activation(),
+            layer_init(Recurrent.CELLS[args.cell](M, hidden, hidden), std=1.0),
+            layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
+        )
+        self.critic = Recurrent(
+            ids,
+            layer_init(StackedLinear(M, envs.state_size + obs_size, hidden)),
+            activation(),
+            layer_init(StackedLinear(M, hidden, hidden)),
+            activation(),
+            layer_init(Recurrent.CELLS[args.cell](M, hidden, hidden), std=1.0),
+            layer_init(StackedLinear(M, hidden, 1), std=1.0),
+        )
+        self.value_stats = PopArt(M, 1) if args.normalize_value else None
+        self.share_parameters, self.may_die = args.share_parameters, envs.may_die
 
-    def by_network(self, x):
-        """(R, A, ...) -> (M, B, ...)."""
-        return x.reshape(1, -1, *x.shape[2:]) if self.shared else x.swapaxes(0, 1)
+    def logits(self, obs: torch.Tensor, action_mask: torch.Tensor, memory: torch.Tensor, forget: torch.Tensor):
+        """Logits (R, A, K), illegal ones far below; obs (R, A, D), action_mask (R, A, K)."""
+        return self.actor(obs, memory, forget)[0].masked_fill(~action_mask, -1e8)  # detail ippo-3: illegal actions
 
-    def by_agent(self, x):
-        """(M, B, ...) -> (R, A, ...)."""
-        return x.reshape(-1, self.num_agents, *x.shape[2:]) if self.shared else x.swapaxes(0, 1)
+    def normalized_value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor, memory, forget=None):
+        """Values (R, A) as the critics predict them, memories (R, A, H); state (R, S), obs (R, A, D), alive (R, A)."""
+        state = state[:, None]  # (R, 1, S)
+        if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
+            state, obs = state * alive[..., None], obs * alive[..., None]
+        value, memories = self.critic((state, obs), memory, forget)  # detail mappo-2: from state and own observation
+        return value.squeeze(-1), memories
+
+    def value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor, memory: torch.Tensor):
+        """Values (N, A) of one step, in the unit of the returns, and the memory (N, A, H) after it."""
+        value, memory = self.normalized_value(state, obs, alive, memory)
+        stats = self.value_stats
+        return value if stats is None else stats.denormalize(value[..., None]).squeeze(-1), memory
 
     def mean(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Weighted mean over each network's samples: x, weight (T, N, A) -> (1, 1, 1) if shared, else (1, 1, A)."""
-        axes = (0, 1, 2) if self.shared else (0, 1)
-        return (x * weight).sum(axes, keepdim=True) / weight.sum(axes, keepdim=True).clamp(min=1)
-
-    def features(self, obs: np.ndarray) -> np.ndarray:
-        """What the actors see: obs (R, A, D), with ids if they are shared."""
-        ids = [np.broadcast_to(self.ids, (len(obs), *self.ids.shape))] if self.shared else []
-        return np.concatenate([obs, *ids], axis=-1)
-
-    def critic_features(self, state: np.ndarray, obs: np.ndarray, alive: np.ndarray) -> np.ndarray:
-        """What the critics see: state (R, S) and obs (R, A, D), zeros where alive (R, A) is False; ids if shared."""
-        state = np.broadcast_to(state[:, None], (*obs.shape[:2], state.shape[1]))
-        return self.features(np.concatenate([state, obs], axis=-1) * alive[..., None])
-
-    def first_memory(self, num_envs: int) -> torch.Tensor:
-        # detail lstm-2: the memory is 0 at first
-        return torch.zeros(num_envs, self.num_agents, self.hidden, device=self.actor.head.weight.device)
-
-    def run(self, network: RecurrentNetwork, features: torch.Tensor, memory: torch.Tensor, done: torch.Tensor):
-        """Run the actors or the critics over T steps, from `memory` (N, A, H), forgotten after steps in done (T, N, A).
-
-        features: (T, N, A, D). Returns outputs (T, N, A, ...), the memories (T, N, A, H) that gave them, and the memory
-        (N, A, H) to go on from.
-        """
-        T, N = features.shape[:2]
-        x = self.by_network(features.flatten(0, 1))  # (M, T * B, D)
-        x = network.encoder2(network.encoder1(x).relu()).relu()
-        x = network.input(x).unflatten(1, (T, -1))
-        # detail lstm-3: the memory is 0 again after an episode's end
-        keep = 1 - self.by_network(done.flatten(0, 1)).unflatten(1, (T, -1))[..., None]
-        memory, memories = self.by_network(memory), []
-        for now, kept in zip(x.unbind(1), keep.unbind(1)):
-            memories.append(gru(now, network.memory(memory), memory, *TORCH))
-            memory = memories[-1] * kept
-        memories = torch.stack(memories, 1).flatten(1, 2)  # (M, T * B, H)
-        output = self.by_agent(network.head(memories)).unflatten(0, (T, N))
-        return output, self.by_agent(memories).unflatten(0, (T, N)), self.by_agent(memory)
-
-    def denormalize(self, value: torch.Tensor) -> torch.Tensor:
-        """Values (T, N, A) in the unit of the returns."""
-        return value if self.value_stats is None else self.value_stats.denormalize(value)
-
-
-def numpy_actor(agent: Agent):
-    """The actors as a NumPy function, features (N, A, D), memory (N, A, H) -> logits (N, A, K), memory after them.
-
-    For the few rows of one step it takes a quarter of torch's time. Who changes the network changes it here too.
-    """
-    w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = (p.detach().cpu().numpy() for p in agent.actor.parameters())
-
-    def actor(features: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        x, memory = agent.by_network(features), agent.by_network(memory)
-        x = np.maximum(np.maximum(x @ w1 + b1, 0) @ w2 + b2, 0)
-        memory = gru(x @ w3 + b3, memory @ w4 + b4, memory, *NUMPY)
-        return agent.by_agent(memory @ w5 + b5), agent.by_agent(memory)
-
-    return actor
-
-
-def gumbel_noise(*shape: int) -> np.ndarray:
-    """Noise that makes argmax(logits + noise) a sample of softmax(logits), from torch's generator."""
-    return -torch.empty(shape).exponential_().log().numpy()
+        """Weighted mean over each network's samples: x, weight (R, A) -> (1,) if it is shared, else (A,)."""
+        axes = (0, 1) if self.share_parameters else 0
+        return ((x * weight).sum(axes) / weight.sum(axes).clamp(min=1)).view(-1)
 
 
 def make_policy(agent: Agent, greedy: bool = True):
     """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples."""
-    actor, memory = numpy_actor(agent), None
+    actor, memory, alive = as_numpy(agent.actor), None, None
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
-        nonlocal memory
+        nonlocal memory, alive
         if done.all():  # at the beginning, when the number of environments may be another one
-            memory = agent.first_memory(len(obs)).cpu().numpy()
-        memory = memory * ~done[:, None, None]
-        logits, memory = actor(agent.features(obs), memory)
+            memory, alive = np.zeros((*obs.shape[:2], agent.actor.memory_size), np.float32), info["agent_mask"]
+        logits, memory = actor(obs, memory * ~forgets(done, alive, info)[..., None])
+        alive = info["agent_mask"].copy()
         noise = 0 if greedy else gumbel_noise(*logits.shape)
         return np.where(info["action_mask"], logits + noise, -np.inf).argmax(-1)
 
     return policy
+
+
+def forgets(done: np.ndarray, alive: np.ndarray, info: dict) -> np.ndarray:
+    """(N, A) True where memories are emptied: an episode is done (N,), or who was not alive (N, A) is so in `info`."""
+    return done[:, None] | ~alive & info["agent_mask"]  # detail recurrent-1: what comes back has a fresh memory
+
+
+def gumbel_noise(*shape: int) -> np.ndarray:
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
+    return -torch.empty(shape).exponential_().log().numpy()
 
 
 class Rollout(NamedTuple):
@@ -328,11 +217,13 @@ class Rollout(NamedTuple):
     action_mask: np.ndarray  # (T, N, A, K) bool, True = legal
     agent_mask: np.ndarray  # (T, N, A) bool, True = alive
     action: np.ndarray  # (T, N, A) int64
+    log_prob: np.ndarray  # (T, N, A) float32, of the policy that acted
     reward: np.ndarray  # (T, N, A) float32
+    value: np.ndarray  # (T, N, A) float32, in the unit of the returns
     done: np.ndarray  # (T, N, A) bool, the episode ended with this step
-    cut: np.ndarray  # (T, N, A) bool, alive when a time limit ended it, with final_obs and final_state
-    final_obs: np.ndarray  # (T, N, A, D) float32, where cut
-    final_state: np.ndarray  # (T, N, S) float32, where cut
+    forget: np.ndarray  # (T, N, A) bool, memories are emptied after this step
+    memory: np.ndarray  # (1, N, A, H) float32, of the actors before the first step
+    critic_memory: np.ndarray  # (1, N, A, H) float32, of the critics
 
 
 def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -350,20 +241,23 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: MultiAgentVectorEnv, start, memory, rollout: Rollout, args: Args, run: Run):
-    """Step the environments for one rollout from `start`, the (obs, info) before it; returns the (obs, info) after it.
+def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, args: Args, run: Run):
+    """Step the environments for one rollout from `start`: (obs, info, memories) before it; returns those after it.
 
-    Only actions are needed meanwhile: values and log-probabilities follow for the whole rollout in one batch, and so
-    do the memories after it. memory: (N, A, H) of the actors, before it.
+    Values come along: that of a final observation needs what the critic remembers of the episode.
     """
-    memory = memory.cpu().numpy()
-    actor, noise = numpy_actor(agent), gumbel_noise(*rollout.action_mask.shape)
-    obs, info = start
+    actor, noise = as_numpy(agent.actor), gumbel_noise(*rollout.action_mask.shape)
+    logits = np.empty_like(noise)  # (T, N, A, K)
+    obs, info, (memory, critic_memory) = start
+    rollout.memory[:], rollout.critic_memory[:] = memory, critic_memory
     for t in range(args.num_steps):
         rollout.obs[t], rollout.state[t] = obs, info["state"]
         rollout.action_mask[t], rollout.agent_mask[t] = info["action_mask"], info["agent_mask"]
-        logits, memory = actor(agent.features(obs), memory)
-        rollout.action[t] = np.where(rollout.action_mask[t], logits + noise[t], -np.inf).argmax(-1)
+        outputs, memory = actor(obs, memory)
+        logits[t] = np.where(info["action_mask"], outputs, -1e8)
+        rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
+        seen = to_tensors(agent, info["state"], obs, info["agent_mask"], critic_memory)
+        rollout.value[t], critic_memory = (x.cpu().numpy() for x in agent.value(*seen))
 
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
         # Death is no end: a dead agent earns what the living do on average, and its critic knows that it is dead.
@@ -371,139 +265,117 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, memory, rollout: Rol
         of_living = (reward * alive).sum(1, keepdims=True) / alive.sum(1, keepdims=True).clip(1)
         rollout.reward[t] = np.where(alive, reward, of_living)
         rollout.done[t] = (termination | truncation)[:, None]
-        memory = memory * ~rollout.done[t, ..., None]
-        rollout.cut[t] = False
+        rollout.forget[t] = forgets(termination | truncation, alive, info)
         if "_episode" in info:
             run.log_episodes(info)
-            cut = truncation & ~termination & args.time_limit_bootstrap
-            rollout.cut[t, cut] = info["final_agent_mask"][cut]
-            rollout.final_obs[t, cut], rollout.final_state[t, cut] = info["final_obs"][cut], info["final_state"][cut]
-    return obs, info
+            cut = np.flatnonzero(truncation & ~termination)
+            if args.time_limit_bootstrap and len(cut):
+                final = (info[key][cut] for key in ("final_state", "final_obs", "final_agent_mask"))
+                final_value, _ = agent.value(*to_tensors(agent, *final, critic_memory[cut]))
+                rollout.reward[t, cut] += args.gamma * final_value.cpu().numpy()
+        memory, critic_memory = (x * ~rollout.forget[t, ..., None] for x in (memory, critic_memory))
+    log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
+    rollout.log_prob[:] = log_prob.squeeze(-1)
+    return obs, info, (memory, critic_memory)
+
+
+def to_tensors(agent: Agent, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """Arrays as float32 tensors where the agent is."""
+    device = next(agent.parameters()).device
+    return [torch.from_numpy(x).to(device, torch.float32) for x in arrays]
 
 
 class Batch(NamedTuple):
-    """A rollout as the networks learn from it, tensors (T, N, A, ...) of all environments, or of a minibatch."""
+    """A rollout as the networks learn from it, tensors (R, A, ...) with a row for each step of each environment."""
 
-    features: torch.Tensor  # (T, N, A, D) what the actors see
-    state: torch.Tensor  # (T, N, S)
-    critic_features: torch.Tensor  # (T, N, A, S + D) what the critics see
-    action_mask: torch.Tensor  # (T, N, A, K)
-    alive: torch.Tensor  # (T, N, A) 1.0 for living agents, 0.0 for the rest
-    action: torch.Tensor  # (T, N, A)
-    log_prob: torch.Tensor  # (T, N, A) of the policy that acted
-    advantage: torch.Tensor  # (T, N, A) normalised
-    return_: torch.Tensor  # (T, N, A) normalised if the values are
-    value: torch.Tensor  # (T, N, A) likewise
-    done: torch.Tensor  # (T, N, A) 1.0 where the memories are forgotten after the step
-    memory: torch.Tensor  # (1, N, A, H) of the actors, before the first step
-    critic_memory: torch.Tensor  # (1, N, A, H) of the critics
+    obs: torch.Tensor  # (R, A, D)
+    state: torch.Tensor  # (R, S)
+    action_mask: torch.Tensor  # (R, A, K)
+    alive: torch.Tensor  # (R, A) 1.0 for living agents, 0.0 for the rest
+    action: torch.Tensor  # (R, A)
+    log_prob: torch.Tensor  # (R, A) of the policy that acted
+    advantage: torch.Tensor  # (R, A) normalised
+    return_: torch.Tensor  # (R, A) normalised if the values are
+    value: torch.Tensor  # (R, A) likewise
+    forget: torch.Tensor  # (R, A)
+    memory: torch.Tensor  # (N, A, H)
+    critic_memory: torch.Tensor  # (N, A, H)
 
 
 @torch.no_grad()
-def estimate(agent: Agent, rollout: Rollout, memories, next_obs: np.ndarray, next_info: dict, args: Args):
-    """Log-probabilities, values, advantages, returns of a rollout: its Batch, and the memories after it.
-
-    memories, of actors and critics, (N, A, H) each, are those before it; next_obs, next_info what its last step gave.
-    """
-    device = memories[0].device
-
-    def to_tensor(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(x).to(device)
-
-    def by_step(features: np.ndarray) -> torch.Tensor:  # (T * N, A, D) -> (T, N, A, D)
-        return to_tensor(features).unflatten(0, rollout.reward.shape[:2])
-
-    def value_of(state, obs, alive, memory: torch.Tensor) -> np.ndarray:  # (R, A), one step on from `memory` (R, A, H)
-        features = to_tensor(agent.critic_features(state, obs, alive))[None]
-        value = agent.run(agent.critic, features, memory, torch.zeros_like(features[..., 0]))[0].squeeze(-1)
-        return agent.denormalize(value)[0].cpu().numpy()
-
-    rows = Rollout(*(x.reshape(-1, *x.shape[2:]) for x in rollout))  # (T * N, ...)
-    features = by_step(agent.features(rows.obs))
-    critic_features = by_step(agent.critic_features(rows.state, rows.obs, rows.agent_mask))
-    action_mask, action = to_tensor(rollout.action_mask), to_tensor(rollout.action)
-    alive, done = to_tensor(rollout.agent_mask).float(), to_tensor(rollout.done).float()
-    logits, _, next_memory = agent.run(agent.actor, features, memories[0], done)
-    value, critic_memories, next_critic_memory = agent.run(agent.critic, critic_features, memories[1], done)
-    log_probs = logits.masked_fill(~action_mask, -1e8).log_softmax(-1)
-    log_prob = log_probs.gather(-1, action[..., None]).squeeze(-1)
-    value = agent.denormalize(value.squeeze(-1))
-    next_value = value_of(next_info["state"], next_obs, next_info["agent_mask"], next_critic_memory)
-    reward = rollout.reward.copy()
-    t, n = np.nonzero(rollout.cut.any(-1))
-    if len(t):
-        final = rollout.final_state[t, n], rollout.final_obs[t, n], rollout.cut[t, n]
-        reward[t, n] += args.gamma * value_of(*final, critic_memories[t, n])
-    advantage = gae(reward, value.cpu().numpy(), next_value, rollout.done, args.gamma, args.gae_lambda)
-    advantage = to_tensor(advantage.astype(np.float32))
-    return_ = advantage + value
+def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: dict, memories, args: Args) -> Batch:
+    """Advantages and returns of a rollout; next_obs, next_info and memories are what its last step gave."""
+    device = next(agent.parameters()).device
+    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    alive = rows.agent_mask.float()
+    following = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"], memories[1])
+    next_value = agent.value(*following)[0].cpu().numpy()
+    advantage = gae(rollout.reward, rollout.value, next_value, rollout.done, args.gamma, args.gae_lambda)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    return_, value = advantage + rows.value, rows.value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
-        everyone = torch.ones_like(alive)
-        mean = agent.mean(return_, everyone)
-        var = agent.mean((return_ - mean).square(), everyone)
-        agent.value_stats.update(mean, var, return_.numel() // mean.numel(), agent.critic.head)
-        return_, value = agent.value_stats.normalize(return_), agent.value_stats.normalize(value)
-    if args.norm_adv:
+        agent.value_stats.update(return_, agent.critic[-1])  # detail mappo-1: PopArt
+        return_, value = (agent.value_stats.normalize(x[..., None]).squeeze(-1) for x in (return_, value))
+    if args.norm_adv:  # detail mappo-6: advantages are normalised over the rollout, not per minibatch
         advantage = advantage - agent.mean(advantage, alive)
         advantage = advantage / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)
-    seen = features, to_tensor(rollout.state), critic_features, action_mask
-    learned = alive, action, log_prob, advantage, return_, value, done
-    return Batch(*seen, *learned, *(memory[None] for memory in memories)), (next_memory, next_critic_memory)
+    learned = rows.action, rows.log_prob, advantage, return_, value, rows.forget, rows.memory, rows.critic_memory
+    return Batch(rows.obs, rows.state, rows.action_mask, alive, *learned)
 
 
 def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of the other agents' ratios and its clipped form g, (T, N, A); log_ratio is 0 for the dead."""
+    """The product of the other agents' ratios and its clipped form g, (R, A); log_ratio (R, A) is 0 for the dead."""
     low, high = 1 - args.inner_clip_coef, 1 + args.inner_clip_coef
-    product = (log_ratio.sum(-1, keepdim=True) - log_ratio).exp()
+    product = (log_ratio.sum(1, keepdim=True) - log_ratio).exp()
     if args.clip_separately:
         # in logarithms, so that rounding changes no product of ratios of which none is clipped
         log_clipped = torch.clamp(log_ratio, *(math.log(x) if x > 0 else -math.inf for x in (low, high)))
-        return product, (log_clipped.sum(-1, keepdim=True) - log_clipped).exp()
-    return product, torch.clamp(product, low, high)
+        return product, (log_clipped.sum(1, keepdim=True) - log_clipped).exp()
+    return product, torch.clamp(product, low, high)  # detail coppo-2: double clipping, this is the inner one
 
 
-def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The loss of the actors, summed over those that share no parameter, and diagnostics.
+def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of the actors, summed over those that share no parameter, and diagnostics by name.
 
-    Diagnostics, means over the networks: policy loss, entropy, approximate KL divergence, fractions clipped by the
-    outer and by the inner clip, variance of the product of the others' ratios.
+    A diagnostic is the mean over the networks.
     """
-    # detail lstm-5: the memories are replayed from those before the rollout
-    logits, _, _ = agent.run(agent.actor, batch.features, batch.memory[0], batch.done)
-    log_probs = logits.masked_fill(~batch.action_mask, -1e8).log_softmax(-1)
+    # detail recurrent-2: memories are replayed from those before the rollout
+    log_probs = agent.logits(batch.obs, batch.action_mask, batch.memory, batch.forget).log_softmax(-1)
     log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
-    log_ratio = (log_prob - batch.log_prob) * batch.alive  # 0 for dead agents: they leave the product alone
+    log_ratio = (log_prob - batch.log_prob) * batch.alive  # detail ippo-4: the dead add nothing; their ratio is 1
     ratio = log_ratio.exp()
     if args.objective == "equation":
         others, g = ratio_of_others(log_ratio.detach(), args)
-        unclipped = inner = g * ratio
-    else:
+        unclipped = inner = g * ratio  # detail coppo-1: the others' ratios weigh an agent's own
+    else:  # detail coppo-4: the objective of the authors' code
         others, g = ratio_of_others(log_ratio, args)
         unclipped, inner = others * ratio, g * ratio
     outer = torch.clamp(inner, 1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.min(batch.advantage * unclipped, batch.advantage * outer)
-    if agent.mixing is None:
-        policy_loss = -agent.mean(surrogate, batch.alive)
-    else:
-        policy_loss = -agent.mixing((surrogate * batch.alive).flatten(0, 1), batch.state.flatten(0, 1)).mean()
+    policy_loss = -agent.mean(surrogate, batch.alive)
     entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
 
+    loss = (policy_loss - args.ent_coef * entropy).sum()
     with torch.no_grad():
-        approx_kl = agent.mean(ratio - 1 - log_ratio, batch.alive)
-        outer_clipfrac = agent.mean((inner != outer).float(), batch.alive)
-        inner_clipfrac = agent.mean((others != g).float(), batch.alive)
-        product_var = agent.mean((others - agent.mean(others, batch.alive)).square(), batch.alive)
-        stats = (policy_loss, entropy, approx_kl, outer_clipfrac, inner_clipfrac, product_var)
-        stats = [x.mean() for x in stats]
-    return policy_loss.sum() - args.ent_coef * entropy.sum(), stats
+        spread = (others - agent.mean(others, batch.alive)).square()
+        stats = {
+            "policy_loss": policy_loss.mean(),
+            "entropy": entropy.mean(),
+            "approx_kl": agent.mean(ratio - 1 - log_ratio, batch.alive).mean(),
+            "outer_clipfrac": agent.mean((inner != outer).float(), batch.alive).mean(),
+            "inner_clipfrac": agent.mean((others != g).float(), batch.alive).mean(),
+            "ratio_product_var": agent.mean(spread, batch.alive).mean(),
+        }
+    return loss, stats
 
 
 def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
-    """The loss (1, 1, M) of each critic."""
-    new_value = agent.run(agent.critic, batch.critic_features, batch.critic_memory[0], batch.done)[0].squeeze(-1)
+    """The loss (1,) or (A,) of each critic."""
+    seen = batch.state, batch.obs, batch.alive
+    new_value, _ = agent.normalized_value(*seen, batch.critic_memory, batch.forget)
     delta = args.huber_delta or float("inf")
-    value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)
-    if args.value_clip_coef > 0:
+    value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)  # detail mappo-4: Huber loss
+    if args.value_clip_coef > 0:  # detail mappo-5: the larger of the errors with and without clipping
         clipped_value = batch.value + torch.clamp(new_value - batch.value, -args.value_clip_coef, args.value_clip_coef)
         clipped_error = F.huber_loss(clipped_value, batch.return_, reduction="none", delta=delta)
         value_error = torch.max(value_error, clipped_error)
@@ -511,114 +383,88 @@ def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
     return agent.mean(value_error, torch.ones_like(batch.alive))
 
 
-def clipped_gradient(loss: torch.Tensor, network: nn.Module, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient (M, P) of a loss, no row of which is longer than max_norm, and the mean length before that."""
-    gradient = torch.cat([g.flatten(1) for g in torch.autograd.grad(loss, list(network.parameters()))], dim=1)
-    norm = gradient.norm(dim=1, keepdim=True)  # (M, 1), of each network
-    return gradient * (max_norm / (norm + 1e-6)).clamp(max=1), norm.mean()
-
-
-def stack_parameters(network: nn.Module) -> torch.Tensor:
-    """Put the parameters of the M networks of a stack into the rows of one tensor (M, P), for the optimizer.
-
-    The network's parameters become views of it: what changes the rows changes the network.
-    """
-    parameters = list(network.parameters())  # each (M, ...)
-    rows = torch.cat([p.detach().flatten(1) for p in parameters], dim=1)
-    for p, values in zip(parameters, rows.split([p[0].numel() for p in parameters], dim=1)):
-        p.data = values.view_as(p)
-    return rows
-
-
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
+def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
-    num_envs = batch.action.shape[1]
-    actors, (critics,) = (group["params"] for group in optimizer.param_groups)  # M times (1, P), and once (M, P')
+    num_envs = len(batch.memory)
     all_stats = []
     for _ in range(args.update_epochs):
         minibatches = [batch]
-        if args.num_minibatches > 1:
-            # detail lstm-4: minibatches are whole sequences of some environments, in random order
+        if args.num_minibatches > 1:  # detail mappo-8: whole sequences of some environments, with all agents
             order = torch.randperm(num_envs, device=batch.action.device)
-            parts = [x[:, order].split(num_envs // args.num_minibatches, dim=1) for x in batch]
-            minibatches = map(Batch._make, zip(*parts))
+            parts = [x.unflatten(0, (-1, num_envs))[:, order].chunk(args.num_minibatches, dim=1) for x in batch]
+            minibatches = (Batch(*(x.flatten(0, 1) for x in part)) for part in zip(*parts))
         for minibatch in minibatches:
-            value_loss = critic_loss(agent, minibatch, args)
-            critics.grad, critic_norm = clipped_gradient(value_loss.sum(), agent.critic, args.max_grad_norm)
-            for m in range(len(actors)):  # Algorithm 1: one network after another, with the others' newest ratios
+            value_loss, norms = critic_loss(agent, minibatch, args), {}
+            # detail coppo-3: one actor after another, with the others' newest ratios (Algorithm 1)
+            for turn in range(len(actors)):
                 loss, stats = actor_loss(agent, minibatch, args)
-                gradient, actor_norm = clipped_gradient(loss, agent.actor, args.max_grad_norm)
-                actors[m].grad = gradient.chunk(len(actors))[m]
+                agent.zero_grad()
+                if turn == 0:  # all but the actors steps once
+                    (loss + value_loss.sum()).backward()
+                else:
+                    loss.backward(inputs=list(agent.actor.parameters()))
+                norms |= clip_grad_norms_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
+                actors.take_gradients(active=[turn])
                 optimizer.step()
-                optimizer.zero_grad()  # to None: what has no gradient is left alone
-                all_stats.append(torch.stack([value_loss.detach().mean(), *stats, actor_norm, critic_norm]))
-    names = ["value_loss", "policy_loss", "entropy", "approx_kl", "outer_clipfrac", "inner_clipfrac"]
-    names += ["ratio_product_var", "actor_gradients", "critic_gradients"]
-    metrics = {f"train/{name}": x for name, x in zip(names, torch.stack(all_stats).mean(0).tolist())}
+                stats |= {"value_loss": value_loss.detach().mean()}
+                all_stats.append(stats | {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]})
+    metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
     metrics["train/explained_variance"] = (1 - (return_ - value).var() / return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 
-def check_args(args: Args) -> None:
-    """What can be checked without the environment; raises UsageError."""
-    check_positive(args, "num_envs", "num_steps", "num_minibatches", "update_epochs", "torch_threads", "hidden_dim")
-    check_positive(args, "learning_rate", "critic_learning_rate", "checkpoint_interval", "max_grad_norm", "clip_coef")
-    for name in ("gamma", "gae_lambda"):
-        check(0 <= getattr(args, name) <= 1, f"--{name.replace('_', '-')} must be in [0, 1], not {getattr(args, name)}")
-    for name in ("value_clip_coef", "huber_delta", "inner_clip_coef"):
-        check(getattr(args, name) >= 0, f"--{name.replace('_', '-')} must be at least 0, not {getattr(args, name)}")
-    message = f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}: "
-    message += "a minibatch is the whole sequences of some environments; change one of them"
-    check(args.num_envs % args.num_minibatches == 0, message)
-    steps = args.num_envs * args.num_steps
-    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps} steps"
-    check(args.total_timesteps >= steps, message)
-
-
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
-    check_args(args)
-    device = find_device(args.device)
-    seed_everything(args.seed, args.torch_threads)
-    envs = make_envs(args, args.num_envs)
-    T, N = args.num_steps, args.num_envs
-    (A, D), S, K = envs.single_observation_space.shape, envs.state_size, envs.real_actions.shape[1]
-    steps_per_update = T * N
+    steps_per_update = args.num_envs * args.num_steps
+    message = f"--num-envs {args.num_envs} is not divisible by --num-minibatches {args.num_minibatches}"
+    check(args.num_envs % args.num_minibatches == 0, message)
+    message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps_per_update} steps"
+    check(args.total_timesteps >= steps_per_update, message)
+    device = set_up(args)
 
+    envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    learning_rates = [args.learning_rate, args.critic_learning_rate]
-    parameters = [list(stack_parameters(agent.actor).split(1)), [stack_parameters(agent.critic)]]
-    groups = [{"params": p, "lr": lr} for p, lr in zip(parameters, learning_rates)]
+    actors = Networks(agent.actor, 1 if args.share_parameters else envs.num_agents)
+    of_networks = {*agent.actor.parameters(), *agent.critic.parameters()}
+    others = [p for p in agent.parameters() if p not in of_networks]
+    groups = [
+        {"params": [*itertools.chain(*actors), *others], "lr": args.learning_rate},
+        {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},
+    ]
     if args.optimizer == "adam":
         optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
     else:
         optimizer = torch.optim.RMSprop(groups, alpha=0.99, eps=1e-5)
+    T, N, A, K = args.num_steps, args.num_envs, *envs.real_actions.shape
     rollout = Rollout(
-        obs=np.zeros((T, N, A, D), np.float32),
-        state=np.zeros((T, N, S), np.float32),
+        obs=np.zeros((T, N, *envs.single_observation_space.shape), envs.single_observation_space.dtype),
+        state=np.zeros((T, N, envs.state_size), np.float32),
         action_mask=np.zeros((T, N, A, K), bool),
         agent_mask=np.zeros((T, N, A), bool),
         action=np.zeros((T, N, A), np.int64),
+        log_prob=np.zeros((T, N, A), np.float32),
         reward=np.zeros((T, N, A), np.float32),
+        value=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
-        cut=np.zeros((T, N, A), bool),
-        final_obs=np.zeros((T, N, A, D), np.float32),
-        final_state=np.zeros((T, N, S), np.float32),
+        forget=np.zeros((T, N, A), bool),
+        memory=np.zeros((1, N, A, agent.actor.memory_size), np.float32),
+        critic_memory=np.zeros((1, N, A, agent.critic.memory_size), np.float32),
     )
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now, memories = envs.reset(seed=args.seed + run.step), (agent.first_memory(N), agent.first_memory(N))
+        now = *envs.reset(seed=args.seed + run.step), (rollout.memory[0], rollout.critic_memory[0])
         for iteration in range(run.step // steps_per_update, num_updates):
             if args.anneal_lr:
-                for group, lr in zip(optimizer.param_groups, learning_rates):
-                    group["lr"] = lr * (1 - iteration / num_updates)
+                remaining = 1 - iteration / num_updates
+                optimizer.param_groups[0]["lr"] = args.learning_rate * remaining
+                optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
 
-            now = collect(agent, envs, now, memories[0], rollout, args, run)
+            now = collect(agent, envs, now, rollout, args, run)
             run.step += steps_per_update
-            batch, memories = estimate(agent, rollout, memories, *now, args)
-            metrics = update(agent, optimizer, batch, args)
+            batch = estimate(agent, rollout, *now, args)
+            metrics = update(agent, actors, optimizer, batch, args)
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import CELLS, AgentIds, Recurrent, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.layers import AgentIds, Recurrent, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
 from cleanmarl.run import Run
 
 
@@ -111,7 +111,7 @@ class Agent(nn.Module):
     """The policies and critics of all agents, with one network that serves all of them, or one for each.
 
     Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side. All steps of
-    N environments follow each other, from `memory` (N, A, H) before the first; after the steps in forget (R, A) it is 0.
+    N environments follow each other, from `memory` (N, A, H) before the first; it is 0 after those in forget (R, A).
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
@@ -128,7 +128,7 @@ class Agent(nn.Module):
             activation(),
             layer_init(StackedLinear(M, hidden, hidden)),
             activation(),
-            layer_init(CELLS[args.cell](M, hidden, hidden), std=1.0),
+            layer_init(Recurrent.CELLS[args.cell](M, hidden, hidden), std=1.0),
             layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
         )
         self.critic = Recurrent(
@@ -137,7 +137,7 @@ class Agent(nn.Module):
             activation(),
             layer_init(StackedLinear(M, hidden, hidden)),
             activation(),
-            layer_init(CELLS[args.cell](M, hidden, hidden), std=1.0),
+            layer_init(Recurrent.CELLS[args.cell](M, hidden, hidden), std=1.0),
             layer_init(StackedLinear(M, hidden, 1), std=1.0),
         )
         self.value_stats = PopArt(M, 1) if args.normalize_value else None

@@ -7,6 +7,7 @@ remember are Recurrent(...) instead of nn.Sequential(...), on rows of T steps of
 """
 
 from collections.abc import Callable, Collection
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -183,7 +184,6 @@ class StackedLSTM(StackedCell):
         return concatenate([sigmoid(show) * tanh(cell), cell], -1)
 
 
-CELLS = {"gru": StackedGRU, "lstm": StackedLSTM}
 TORCH = torch.sigmoid, torch.tanh, torch.chunk, torch.cat
 NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, np.split, np.concatenate
 
@@ -194,6 +194,8 @@ class Recurrent(nn.Sequential):
     The memory (N, A, S), S = `memory_size`, holds the states of all layers that remember; at first it is 0. Rows are of
     T steps of N environments, step after step.
     """
+
+    CELLS: ClassVar = {"gru": StackedGRU, "lstm": StackedLSTM}
 
     @property
     def cells(self) -> list[StackedCell]:
