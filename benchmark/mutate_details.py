@@ -90,7 +90,7 @@ MUTATIONS = [
     ("continuous-3", "ppo_continuous_action", "log_prob.sum(-1)", "log_prob.mean(-1)"),
     ("core-13", "ppo_continuous_action", FIRST, SHARED_FIRST),
     ("continuous-4", "ppo_continuous_action", FIRST, SHARED_FIRST),
-    ("continuous-5", "ppo_continuous_action", "gym.wrappers.ClipAction(env)", "env"),
+    ("continuous-5", "ppo_continuous_action", "[gym.wrappers.ClipAction]", "[]"),
     ("continuous-6", "ppo_continuous_action", "(obs - self.obs_stats.mean) / self.obs_stats.std", "obs"),
     ("continuous-7", "ppo_continuous_action", "obs.clip(-10, 10)", "obs"),
     ("continuous-8", "ppo_continuous_action", "reward / self.", "(reward - self.return_stats.mean) / self."),

@@ -107,7 +107,7 @@ def test_the_loss_is_its_definition(name, monkeypatch, tmp_path):
     clipped_value = value + moved + (-moved).clip(-0.2, 0.2)
     value_loss = 0.5 * np.maximum((value - return_) ** 2, (clipped_value - return_) ** 2).mean()
     expected = [policy_loss, value_loss, (ratio - 1 - log_ratio).mean(), (abs(ratio - 1) > 0.2).mean()]
-    stats = stats.tolist()
-    np.testing.assert_allclose([*stats[:2], *stats[3:5]], expected, rtol=2e-3, atol=2e-3)
-    assert loss.item() == pytest.approx(policy_loss - 0.1 * stats[2] + 0.3 * value_loss, abs=2e-3)
-    assert stats[2] > 0.1 and math.isfinite(stats[2])
+    names = ["policy_loss", "value_loss", "approx_kl", "clipfrac"]
+    np.testing.assert_allclose([stats[name] for name in names], expected, rtol=2e-3, atol=2e-3)
+    assert loss.item() == pytest.approx(policy_loss - 0.1 * stats["entropy"].item() + 0.3 * value_loss, abs=2e-3)
+    assert 0.1 < stats["entropy"] < math.inf

@@ -8,13 +8,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import curves, make_rollout
 
 from cleanmarl import enjoy, ppo_multidiscrete
+from cleanmarl.cli import set_up
 from cleanmarl.ppo_multidiscrete import (
     Agent,
     Args,
-    Rollout,
     collect,
     estimate,
     main,
@@ -23,7 +23,7 @@ from cleanmarl.ppo_multidiscrete import (
     ppo_loss,
     to_vectors,
 )
-from cleanmarl.run import Run, load_checkpoint, seed_everything
+from cleanmarl.run import Run, load_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,11 +34,6 @@ def small(tmp_path, **changes) -> Args:
     return Args(**settings | changes)
 
 
-def curves(folder: Path) -> dict[str, list[float]]:
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [point.value for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def test_integers_become_one_hot_where_they_are_few():
     few, many = gym.spaces.Box(-1, 2, (2,), np.int32), gym.spaces.Box(-(2**31), 2**31 - 1, (2,), np.int32)
     space, obs = gym.spaces.Dict(few=few, many=many), np.array([[2, -1]], np.int32)
@@ -46,19 +41,14 @@ def test_integers_become_one_hot_where_they_are_few():
     assert vector.dtype == np.float32 and vector.tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 2, -1]]
 
 
-def first_rollout(args: Args):
-    """A fresh agent, its first rollout, the observation after it, and the run."""
-    seed_everything(args.seed, 1)
+def first_rollout(args: Args, spread: float = 1):
+    """A fresh agent, its logits spread so many times wider, its first rollout, what is seen after it, and the run."""
+    set_up(args)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args)
-    shape = args.num_steps, args.num_envs
+    agent.actor[-1].weight.data *= spread
     obs, _ = envs.reset(seed=args.seed)
-    rollout = Rollout(
-        obs=np.zeros((*shape, obs.shape[1]), np.float32),
-        action=np.zeros((*shape, len(agent.choices)), np.int64),
-        reward=np.zeros(shape, np.float32),
-        done=np.zeros(shape, bool),
-    )
+    rollout = make_rollout(ppo_multidiscrete, args, envs)
     with Run(args, ppo_multidiscrete.__file__, agent=agent) as run:
         next_obs = collect(agent, envs, obs, rollout, args, run)
     envs.close()
@@ -69,22 +59,21 @@ def first_rollout(args: Args):
 @pytest.mark.parametrize("env_id", ["Cleaner-v0", "RubiksCube-v0"])
 def test_components_are_independent_categoricals(tmp_path, env_id):
     args = small(tmp_path, env_id=env_id, ent_coef=1.0)
-    agent, rollout, next_obs, _ = first_rollout(args)
-    torch.nn.init.normal_(agent.actor[4].weight)  # unequal probabilities
+    agent, rollout, next_obs, _ = first_rollout(args, spread=100)  # unequal probabilities
     batch = estimate(agent, rollout, next_obs, args)
     _, stats = ppo_loss(agent, batch, args.clip_coef, args)
-    logits = agent.logits(batch.obs)
+    logits = agent.actor(batch.obs)
     sizes = {"Cleaner-v0": [4, 4, 4], "RubiksCube-v0": [6, 1, 3]}[env_id]
     parts = [torch.distributions.Categorical(logits=logits[:, c, :size]) for c, size in enumerate(sizes)]
     log_prob = sum(part.log_prob(batch.action[:, c]) for c, part in enumerate(parts))
     entropy = sum(part.entropy() for part in parts).mean()
     torch.testing.assert_close(batch.log_prob, log_prob, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(stats[2], entropy, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stats["entropy"], entropy, rtol=1e-4, atol=1e-5)
 
 
 def test_choices_that_a_component_lacks_are_never_taken(tmp_path):
     agent, rollout, next_obs, _ = first_rollout(small(tmp_path, env_id="RubiksCube-v0"))
-    assert agent.choices.sum(-1).tolist() == [6, 1, 3]
+    assert agent.actor.choices.sum(-1).tolist() == [6, 1, 3]
     assert (rollout.action < [6, 1, 3]).all()
     assert all(len(np.unique(rollout.action[..., c])) == size for c, size in enumerate([6, 1, 3]))
     assert (make_policy(agent, greedy=True)(next_obs, {}, None) < [6, 1, 3]).all()
@@ -113,15 +102,13 @@ def test_two_updates(tmp_path, env_id):
 @pytest.mark.parametrize("env_id", ["Cleaner-v0", "JobShop-v0"])
 def test_ratio_is_one_on_the_first_minibatch(tmp_path, env_id):
     args = small(tmp_path, env_id=env_id)
-    agent, rollout, next_obs, _ = first_rollout(args)
+    agent, rollout, next_obs, _ = first_rollout(args, spread=100)
     batch = estimate(agent, rollout, next_obs, args)
-    components = torch.distributions.Categorical(logits=agent.logits(batch.obs)).log_prob(batch.action)
+    components = torch.distributions.Categorical(logits=agent.actor(batch.obs)).log_prob(batch.action)
     ratio = (components.sum(-1) - batch.log_prob).exp()
     torch.testing.assert_close(ratio, torch.ones(len(ratio)), atol=1e-5, rtol=0)
     _, stats = ppo_loss(agent, batch, args.clip_coef, args)
-    approx_kl, clipfrac = stats[3:].tolist()
-    assert abs(approx_kl) < 1e-6
-    assert clipfrac == 0
+    assert abs(stats["approx_kl"]) < 1e-6 and stats["clipfrac"] == 0
 
 
 def test_no_row_of_a_rollout_is_the_environments_own(tmp_path):

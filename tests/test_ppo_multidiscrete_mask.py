@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import curves, make_rollout
 
 from cleanmarl import enjoy, ppo_multidiscrete_mask
+from cleanmarl.cli import set_up
 from cleanmarl.ppo_multidiscrete_mask import (
     Agent,
     Args,
-    Rollout,
     collect,
     estimate,
     main,
@@ -21,7 +21,7 @@ from cleanmarl.ppo_multidiscrete_mask import (
     make_policy,
     ppo_loss,
 )
-from cleanmarl.run import Run, load_checkpoint, seed_everything
+from cleanmarl.run import Run, load_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,24 +32,13 @@ def small(tmp_path, **changes) -> Args:
     return Args(**settings | changes)
 
 
-def curves(folder: Path) -> dict[str, list[float]]:
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [point.value for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def first_rollout(args: Args):
     """A fresh agent, its first rollout, the observation after it, and the run."""
-    seed_everything(args.seed, 1)
+    set_up(args)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args)
-    shape = args.num_steps, args.num_envs
     obs, _ = envs.reset(seed=args.seed)
-    rollout = Rollout(
-        obs=np.zeros((*shape, obs.shape[1]), np.float32),
-        action=np.zeros((*shape, len(agent.choices)), np.int64),
-        reward=np.zeros(shape, np.float32),
-        done=np.zeros(shape, bool),
-    )
+    rollout = make_rollout(ppo_multidiscrete_mask, args, envs)
     with Run(args, ppo_multidiscrete_mask.__file__, agent=agent) as run:
         next_obs = collect(agent, envs, obs, rollout, args, run)
     envs.close()
@@ -65,19 +54,18 @@ def test_invalid_actions_have_no_probability_and_no_gradient(tmp_path):
     assert np.take_along_axis(mask, rollout.action[..., None], -1).all()  # all 768 actions were legal
     batch = estimate(agent, rollout, next_obs, args)
     legal = torch.from_numpy(mask).flatten(0, 1)
-    logits = agent.logits(batch.obs)
+    logits = agent.actor(batch.obs)
     policy = torch.distributions.Categorical(logits=torch.where(legal, logits, -torch.inf))
     assert (policy.probs[~legal] == 0).all()
     torch.testing.assert_close(logits.softmax(-1), policy.probs)
     _, stats = ppo_loss(agent, batch, args.clip_coef, args)
     p = policy.probs[legal]
-    assert stats[2].item() == pytest.approx(-(p * p.log()).sum().item() / len(legal), rel=1e-4)
+    assert stats["entropy"].item() == pytest.approx(-(p * p.log()).sum().item() / len(legal), rel=1e-4)
 
-    raw = agent.actor(batch.obs)
-    raw.retain_grad()
-    agent.actor.register_forward_hook(lambda *_: raw)
+    raw = []
+    agent.actor[-1].register_forward_hook(lambda layer, inputs, output: (raw.append(output), output.retain_grad())[1])
     ppo_loss(agent, batch, args.clip_coef, args)[0].backward()
-    gradient = raw.grad.unflatten(-1, (3, 4))
+    gradient = raw[0].grad.unflatten(-1, (3, 4))
     assert (gradient[~legal] == 0).all()
     several = legal & (legal.sum(-1, keepdim=True) > 1)
     assert (gradient[several] != 0).float().mean() > 0.9
@@ -97,7 +85,7 @@ def test_mask_is_the_environments(tmp_path):
 def test_policy_obeys_the_mask(tmp_path):
     args = small(tmp_path)
     agent = Agent(make_envs(args, 1), args)
-    torch.nn.init.normal_(agent.actor[4].weight, std=10)
+    torch.nn.init.normal_(agent.actor[-1].weight, std=10)
     obs = torch.randn(200, 300 + 66 + 101 + 12)
     mask = torch.rand(200, 3, 4) < 0.3
     mask[..., 3] |= ~mask.any(-1)
@@ -119,13 +107,11 @@ def test_ratio_is_one_on_the_first_minibatch(tmp_path, env_id):
     args = small(tmp_path, env_id=env_id)
     agent, rollout, next_obs, _ = first_rollout(args)
     batch = estimate(agent, rollout, next_obs, args)
-    components = torch.distributions.Categorical(logits=agent.logits(batch.obs)).log_prob(batch.action)
+    components = torch.distributions.Categorical(logits=agent.actor(batch.obs)).log_prob(batch.action)
     ratio = (components.sum(-1) - batch.log_prob).exp()
     torch.testing.assert_close(ratio, torch.ones(len(ratio)), atol=1e-5, rtol=0)
     _, stats = ppo_loss(agent, batch, args.clip_coef, args)
-    approx_kl, clipfrac = stats[3:].tolist()
-    assert abs(approx_kl) < 1e-6
-    assert clipfrac == 0
+    assert abs(stats["approx_kl"]) < 1e-6 and stats["clipfrac"] == 0
 
 
 def test_no_row_of_a_rollout_is_the_environments_own(tmp_path):

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import curves, make_rollout
 
 from cleanmarl import enjoy, ppo_shared
-from cleanmarl.ppo_shared import Agent, Args, Rollout, collect, estimate, main, make_envs, ppo_loss
-from cleanmarl.run import Run, load_checkpoint, seed_everything
+from cleanmarl.cli import set_up
+from cleanmarl.ppo_shared import Agent, Args, collect, estimate, main, make_envs, ppo_loss
+from cleanmarl.run import Run, load_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,24 +23,13 @@ def small(tmp_path, **changes) -> Args:
     return Args(**settings | changes)
 
 
-def curves(folder: Path) -> dict[str, list[float]]:
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [point.value for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def first_batch(args: Args):
     """A fresh agent and its first rollout as a batch."""
-    seed_everything(args.seed, 1)
+    set_up(args)
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args)
-    shape = args.num_steps, args.num_envs
     obs, _ = envs.reset(seed=args.seed)
-    rollout = Rollout(
-        obs=np.zeros((*shape, obs.shape[1]), np.float32),
-        action=np.zeros(shape, np.int64),
-        reward=np.zeros(shape, np.float32),
-        done=np.zeros(shape, bool),
-    )
+    rollout = make_rollout(ppo_shared, args, envs)
     with Run(args, ppo_shared.__file__, agent=agent) as run:
         next_obs = collect(agent, envs, obs, rollout, args, run)
     return agent, estimate(agent, rollout, next_obs, args)
@@ -81,9 +71,7 @@ def test_ratio_is_one_on_the_first_minibatch(tmp_path):
     log_prob = torch.distributions.Categorical(logits=agent.actor(batch.obs)).log_prob(batch.action)
     torch.testing.assert_close((log_prob - batch.log_prob).exp(), torch.ones(len(log_prob)), atol=1e-5, rtol=0)
     _, stats = ppo_loss(agent, batch, args.clip_coef, args)
-    approx_kl, clipfrac = stats[3:].tolist()
-    assert abs(approx_kl) < 1e-6
-    assert clipfrac == 0
+    assert abs(stats["approx_kl"]) < 1e-6 and stats["clipfrac"] == 0
 
 
 def test_same_seed_same_losses(tmp_path):
@@ -112,5 +100,5 @@ def test_continuous_actions_are_refused_in_one_line(tmp_path):
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert "Discrete actions" in result.stderr
-    assert "ppo_continuous_action.py" in result.stderr
+    assert "_continuous_action.py" in result.stderr
     assert not (tmp_path / "runs").exists()

@@ -204,6 +204,11 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def curves(folder: Path) -> dict[str, list[float]]:
+    """The values of all points of each metric of a run folder."""
+    return {tag: [value for _, value in points] for tag, points in scalars(folder).items()}
+
+
 def wait_for(condition, seconds: float = 60):
     """The first true value of condition(), asked again and again."""
     end = time.monotonic() + seconds
