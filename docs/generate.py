@@ -245,7 +245,9 @@ def flags_table(path: Path) -> str:
     own = flags(path)
     tables = [own]
     if "class Args(RunArgs)" in path.read_text():
-        tables.append([row for row in flags(path.with_name("cli.py"), "RunArgs") if row[0] not in {x[0] for x in own}])
+        shared = {row[0]: row for row in flags(path.with_name("cli.py"), "RunArgs")}
+        own[:] = [(flag, default, text or shared[flag][2]) for flag, default, text in own]  # a default of its own
+        tables.append([row for flag, row in shared.items() if flag not in {row[0] for row in own}])
     texts = []
     for rows in tables:
         lines = [f"| {flag} | `{default}` | {text.replace('|', chr(92) + '|')} |" for flag, default, text in rows]

@@ -223,7 +223,7 @@ def test_flags_of_all_scripts_follow_those_of_the_script(tmp_path):
     script = tmp_path / "x.py"
     script.write_text('class Args(RunArgs):\n    gamma: float = 0.9\n    """discount"""\n    seed: int = 7\n')
     own, common = generate.flags_table(script).split("These change no learning")
-    assert "| `--gamma` | `0.9` | discount |" in own and "| `--seed` | `7` |" in own
+    assert "| `--gamma` | `0.9` | discount |" in own and "| `--seed` | `7` | seed |" in own
     assert "| `--device` | `cpu` |" in common and "--seed" not in common
 
 
@@ -282,5 +282,5 @@ def test_every_dependency_has_a_reason():
 
 def test_readme_names_every_script():
     readme = (ROOT / "README.md").read_text()
-    scripts = {path.name for path in (ROOT / "cleanmarl").glob("*.py")} - {"__init__.py", "run.py", "enjoy.py"}
+    scripts = {path.name for path in generate.scripts()}
     assert {name for name in scripts if f"[`{name}`](cleanmarl/{name})" not in readme} == set()
