@@ -40,7 +40,7 @@ def focus_fire(mask: np.ndarray) -> np.ndarray:
 def play(env_id: str, num_envs: int, steps: int, seed: int = 5, policy=None, **options) -> list:
     """[(obs, info)] + [(action, obs, reward, termination, truncation, info), ...]; without a policy, at random."""
     envs, rng = make(env_id, num_envs, **options), np.random.default_rng(0)
-    assert envs.team_reward
+    assert envs.team_reward and envs.may_die
     record = [envs.reset(seed=seed)]
     for _ in range(steps):
         mask = record[-1][-1]["action_mask"]
@@ -217,7 +217,7 @@ def test_pictures():
 
 @NEEDED
 def test_trains_and_plays(tmp_path, capsys):
-    sizes = {"num_envs": 2, "num_steps": 25, "num_minibatches": 2, "update_epochs": (1,), "total_timesteps": 100}
+    sizes = {"num_envs": 2, "num_steps": 25, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 100}
     folder = ippo.main(ippo.Args(env_id="smaclite/3m?max_steps=20", runs_dir=str(tmp_path), eval_episodes=2, **sizes))
     assert load_checkpoint(folder)["step"] == 100
     enjoy(EnjoyArgs(folder, episodes=2, greedy=True))

@@ -29,7 +29,7 @@ def focus_fire(mask: np.ndarray) -> np.ndarray:
 def play(env_id: str, num_envs: int, steps: int, seed: int = 5, policy=None) -> list:
     """[(obs, info)] + [(action, obs, reward, termination, truncation, info), ...]; without a policy, at random."""
     envs, rng = make(env_id, num_envs), np.random.default_rng(0)
-    assert envs.team_reward
+    assert envs.team_reward and envs.may_die
     record = [envs.reset(seed=seed)]
     for _ in range(steps):
         mask = record[-1][-1]["action_mask"]
@@ -170,7 +170,7 @@ def test_pictures():
 
 @NEEDED
 def test_trains(tmp_path):
-    sizes = {"num_envs": N, "num_steps": 40, "num_minibatches": 2, "update_epochs": (1,), "total_timesteps": 320}
+    sizes = {"num_envs": N, "num_steps": 40, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 320}
     folder = ippo.main(ippo.Args(env_id=GAME, runs_dir=str(tmp_path), eval_episodes=0, **sizes))
     assert load_checkpoint(folder)["step"] == 320
 
