@@ -120,11 +120,12 @@ def coppo_matrix(results: Path) -> None:
 def finish_games(figure, out: Path, title: str) -> None:
     save(figure, out)
     rows = pd.read_csv(out.parent / "data" / "coppo_matrix_final.csv", dtype=str)
+    rows = rows[rows.figure == out.name].drop(columns="figure")
     caption = (
-        f"{title}: means of 30 runs with their 95 % bootstrap intervals; solved: the mean of the last 1,000 plays is "
-        "above half of the best reward. Command: `benchmark/coppo.sh`.\n"
+        f"{title}: means of {rows.runs.iloc[0]} runs with their 95 % bootstrap intervals; solved: the mean of the last "
+        "1,000 plays is above half of the best reward. Command: `benchmark/coppo.sh`.\n"
     )
-    write_page(out, caption, markdown(rows[rows.figure == out.name].drop(columns="figure"), 2))
+    write_page(out, caption, markdown(rows, 2))
 
 
 def main(args: Args) -> None:

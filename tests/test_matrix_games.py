@@ -91,3 +91,28 @@ def test_results_are_recorded_per_seed(tmp_path, monkeypatch):
         change = np.ptp(np.concatenate(penalties), axis=1)
         assert (change > 0).all() if variant == "CoPPO" else (change == 0).all()  # g moves over the epochs
     assert coppo.actor_loss.__module__ == "cleanmarl.coppo" and coma.actor_loss.__module__ == "cleanmarl.coma"
+
+
+def test_figures_and_tables_are_drawn_from_the_data_of_the_runs(tmp_path):
+    rng, runs = np.random.default_rng(0), tmp_path / "runs"
+    runs.mkdir()
+    args = matrix_games.Args(tmp_path / "results", runs, seeds=3)
+    for _, variant, seeds, path in matrix_games.find_jobs(args):
+        results = {"reward": rng.normal(size=(3, 500)), "variance": rng.random((3, 500)) + 0.1}
+        results |= {f"penalties_{seed}": rng.normal(size=(80, 1 if variant == "COMA" else 8)) for seed in seeds}
+        np.savez(path, **results)
+    matrix_games.main(args)  # nothing is left to train
+    lines = (args.out / "data" / "coppo_matrix.csv").read_text().splitlines()
+    assert len(lines) == 1 + 4 * (50 + 50 + 70 + 8) + 4 * 2 * 50 + 6 * 4 * 50
+    reward = np.load(matrix_games.run_path(runs, "climbing-4p", "MAPPO"))["reward"]
+    ends = [
+        float(x)
+        for line in lines
+        if line.startswith('"figure 5, climbing-4p",MAPPO,10000,')
+        for x in line.split(",")[4:]
+    ]
+    np.testing.assert_allclose(ends, np.ravel(matrix_games.interval(reward[:, -10:].mean(1))), rtol=1e-5)
+    for name, rows in (("penalty", 4), ("inner_clip", 4), ("games", 24)):
+        assert (args.out / f"coppo_matrix_{name}.svg").stat().st_size > 10_000
+        page = (args.out / f"coppo_matrix_{name}.md").read_text()
+        assert page.count("| 3 |") == rows and "means of 3 runs" in page
