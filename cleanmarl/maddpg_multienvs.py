@@ -24,7 +24,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from annotated_types import Interval
-from torch.nn.utils.rnn import pad_sequence
 
 from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
@@ -150,7 +149,7 @@ def make_policy(agent: Agent, greedy: bool = True):
 
 
 class Batch(NamedTuple):
-    """B episodes, padded to the longest, of T steps, as the networks learn from them; without the B, one episode.
+    """B episodes, padded to the longest, of T steps, as the networks learn from them; without the B, one in NumPy.
 
     What is observed has one more row: what came after the last step.
     """
@@ -184,7 +183,7 @@ class Buffer:
             survivors = next_info["final_agent_mask"][i] & ~termination[i]
             last = [next_info[key][i] for key in ("final_obs", "final_state", "final_action_mask")]
             self.playing[i].append([*last, survivors, action[i], reward[i]])
-            self.append(self.to_episode(*map(np.stack, zip(*self.playing[i]))))
+            self.append(self.to_episode(*map(np.array, zip(*self.playing[i]))))
             self.playing[i] = []
 
     def to_episode(self, obs, state, action_mask, agent_mask, action, reward) -> Batch:
@@ -194,8 +193,7 @@ class Buffer:
         if not self.individual_critics:
             reward, weight = mean_of_living(reward, alive), alive.any(-1, keepdims=True)
             goes_on = weight & survive.any(-1, keepdims=True)
-        floats = (x.astype(np.float32) for x in (action, alive, reward, weight, goes_on))
-        return Batch(*map(torch.from_numpy, (obs, state, action_mask, *floats)))
+        return Batch(obs, state, action_mask, *(x.astype(np.float32) for x in (action, alive, reward, weight, goes_on)))
 
     def append(self, episode: Batch) -> None:
         if len(self.episodes) == self.episodes.maxlen:
@@ -206,34 +204,43 @@ class Buffer:
     def sample(self, batch_size: int, device: torch.device) -> Batch:
         """Episodes drawn with replacement."""
         index = torch.randint(len(self.episodes), (batch_size,)).tolist()
-        fields = zip(*(self.episodes[i] for i in index))
-        batch = Batch(*(pad_sequence(field, batch_first=True).to(device) for field in fields))
+        batch = Batch(*map(padded, zip(*(self.episodes[i] for i in index))))
         if self.normalize_reward:
             mean, std = self.reward_statistics()
-            batch = batch._replace(reward=((batch.reward - mean.to(device)) / (std.to(device) + 1e-6)))
-        return batch
+            batch = batch._replace(reward=((batch.reward - mean) / (std + 1e-6)).astype(np.float32))
+        return Batch(*(torch.from_numpy(x).to(device) for x in batch))
 
-    def reward_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def reward_statistics(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and deviation (M,) of the rewards in the buffer, as the critics see them."""
         count, total, squares = self.moments
-        mean = total / count.clamp(min=1)
-        return mean.float(), (squares / count.clamp(min=1) - mean**2).clamp(min=0).sqrt().float()
+        mean = total / count.clip(1)
+        return mean, np.sqrt((squares / count.clip(1) - mean**2).clip(0))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The episodes, one after the other. Those being played are left out: a resumed run starts new ones."""
-        lengths = torch.tensor([len(episode.reward) for episode in self.episodes], dtype=torch.int64)
-        return {"lengths": lengths} | dict(zip(Batch._fields, map(torch.cat, zip(*self.episodes))))
+        lengths = np.array([len(episode.reward) for episode in self.episodes], np.int64)
+        state = {"lengths": lengths} | dict(zip(Batch._fields, map(np.concatenate, zip(*self.episodes))))
+        return {key: torch.from_numpy(x) for key, x in state.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        lengths, *fields = state.values()
-        rows = [(lengths + (len(x) > lengths.sum())).tolist() for x in fields]  # T, or T + 1
-        for episode in zip(*(x.split(sizes) for x, sizes in zip(fields, rows))):
-            self.append(Batch(*(x.clone() for x in episode)))  # a view would keep the memory of all
+        lengths, *fields = (x.numpy() for x in state.values())
+        ends = [np.cumsum(lengths + (len(x) > lengths.sum())) for x in fields]  # with T rows each, or T + 1
+        for episode in zip(*(np.split(x, end[:-1]) for x, end in zip(fields, ends))):
+            self.append(Batch(*(x.copy() for x in episode)))  # a view would keep the memory of all
 
 
-def reward_moments(episode: Batch) -> torch.Tensor:
+def padded(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+    """B arrays (T, ...) as one (B, T, ...), with zeros after the shorter ones."""
+    x = np.zeros((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+    for row, array in zip(x, arrays):
+        row[: len(array)] = array
+    return x
+
+
+def reward_moments(episode: Batch) -> np.ndarray:
     """Count, sum and sum of squares (3, M) of the rewards that each critic learns from."""
-    return torch.stack([(episode.weight * episode.reward.double() ** power).sum(0) for power in range(3)])
+    reward = episode.reward.astype(np.float64)
+    return np.array([(episode.weight * reward**power).sum(0) for power in range(3)])
 
 
 def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
