@@ -131,12 +131,12 @@ class Agent(nn.Module):
         itself = torch.eye(action.shape[1], device=action.device)
         return (one_hot[:, None] * (1 - itself)[..., None]).flatten(2)
 
-    def values(self, critic: nn.Module, state, obs, alive, action) -> torch.Tensor:
+    def values(self, critic: nn.Module, state, obs, alive, others) -> torch.Tensor:
         """Values (R, A, K) of each action of each agent beside the others', by `critic` or `target_critic`.
 
-        state (R, S), obs (R, A, D), alive (R, A), action (R, A), of which a critic does not see its agent's own.
+        state (R, S), obs (R, A, D), alive (R, A), others (R, A, A K), the actions of the others.
         """
-        seen = state[:, None], obs, self.others_actions(action, alive)  # (R, 1, S), (R, A, D), (R, A, A K)
+        seen = state[:, None], torch.cat([obs, others], dim=-1)  # (R, 1, S), (R, A, D + A K)
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             seen = tuple(x * alive[..., None] for x in seen)
         return critic(seen)
@@ -205,7 +205,8 @@ def bootstrap(agent: Agent, obs: np.ndarray, state: np.ndarray, action_mask: np.
     state, obs, alive = to_tensors(agent, state, obs, alive)
     logits = agent.logits(obs, torch.from_numpy(action_mask).to(obs.device))
     action = (logits + torch.from_numpy(gumbel_noise(*logits.shape)).to(obs.device)).argmax(-1)
-    return of_action(agent.values(agent.target_critic, state, obs, alive, action), action).cpu().numpy()
+    values = agent.values(agent.target_critic, state, obs, alive, agent.others_actions(action, alive))
+    return of_action(values, action).cpu().numpy()
 
 
 @torch.no_grad()
@@ -252,6 +253,7 @@ class Batch(NamedTuple):
     action_mask: torch.Tensor  # (R, A, K)
     alive: torch.Tensor  # (R, A) 1.0 for living agents, 0.0 for the rest
     action: torch.Tensor  # (R, A)
+    others: torch.Tensor  # (R, A, A K) the actions of the others, one-hot
     target: torch.Tensor  # (R, A) what the critics learn
 
 
@@ -261,17 +263,18 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     device = next(agent.parameters()).device
     rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
     alive = rows.agent_mask.float()
-    values = agent.values(agent.target_critic, rows.state, rows.obs, alive, rows.action)
+    others = agent.others_actions(rows.action, alive)
+    values = agent.values(agent.target_critic, rows.state, rows.obs, alive, others)
     value = of_action(values, rows.action).view(rollout.reward.shape).cpu().numpy()
     next_value = bootstrap(agent, next_obs, *(next_info[key] for key in ("state", "action_mask", "agent_mask")))
     target = td_lambda(rollout.reward, value, next_value, rollout.done, args.gamma, args.td_lambda)
     target = torch.from_numpy(target.astype(np.float32)).to(device).flatten(0, 1)
-    return Batch(rows.obs, rows.state, rows.action_mask, alive, rows.action, target)
+    return Batch(rows.obs, rows.state, rows.action_mask, alive, rows.action, others, target)
 
 
 def critic_loss(agent: Agent, batch: Batch) -> torch.Tensor:
     """The loss (1,) or (A,) of each critic."""
-    values = agent.values(agent.critic, batch.state, batch.obs, batch.alive, batch.action)
+    values = agent.values(agent.critic, batch.state, batch.obs, batch.alive, batch.others)
     # Dead agents count here: what their team goes on to earn is what their death was worth.
     error = of_action(values, batch.action) - batch.target
     return agent.mean(error.square(), torch.ones_like(batch.alive))
@@ -293,7 +296,7 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
     """
     log_probs = agent.logits(batch.obs, batch.action_mask).log_softmax(-1)
     with torch.no_grad():
-        values = agent.values(agent.critic, batch.state, batch.obs, batch.alive, batch.action)
+        values = agent.values(agent.critic, batch.state, batch.obs, batch.alive, batch.others)
         advantage = counterfactual_advantage(values, log_probs, batch.action)
     policy_loss = -agent.mean(advantage * of_action(log_probs, batch.action), batch.alive)
     entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
@@ -340,7 +343,7 @@ def main(args: Args) -> Path:
     T, N, A, K = args.num_steps, args.num_envs, *envs.real_actions.shape
     rollout = Rollout(
         obs=np.zeros((T, N, *envs.single_observation_space.shape), envs.single_observation_space.dtype),
-        state=np.zeros((T, N, envs.state_size), np.float32),
+        state=np.zeros((T, N, *envs.single_state_space.shape), envs.single_state_space.dtype),
         action_mask=np.zeros((T, N, A, K), bool),
         agent_mask=np.zeros((T, N, A), bool),
         action=np.zeros((T, N, A), np.int64),

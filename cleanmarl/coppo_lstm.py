@@ -439,7 +439,7 @@ def main(args: Args) -> Path:
     T, N, A, K = args.num_steps, args.num_envs, *envs.real_actions.shape
     rollout = Rollout(
         obs=np.zeros((T, N, *envs.single_observation_space.shape), envs.single_observation_space.dtype),
-        state=np.zeros((T, N, envs.state_size), np.float32),
+        state=np.zeros((T, N, *envs.single_state_space.shape), envs.single_state_space.dtype),
         action_mask=np.zeros((T, N, A, K), bool),
         agent_mask=np.zeros((T, N, A), bool),
         action=np.zeros((T, N, A), np.int64),
