@@ -107,8 +107,8 @@ MUTATIONS = [
     ("multidiscrete-1", "ppo_multidiscrete", ".sum(-1) - batch.log_prob", ".mean(-1) - batch.log_prob"),
     ("multidiscrete-1", "ppo_multidiscrete", "log_probs).sum((-2, -1)).mean()", "log_probs).sum(-1).mean()"),
     ("aux-1", "ppo", "(remaining if args.anneal_clip_coef else 1)", "1"),
-    ("aux-2", "ppo_atari_multigpu", "[p.grad for p in agent.parameters()] + [stats]", "[stats]"),
-    ("aux-3", "ppo", "stats[3] > args.target_kl", "stats[4] > args.target_kl"),
+    ("aux-2", "ppo_atari_multigpu", "average(gradients + list(", "average(list("),
+    ("aux-3", "ppo", 'stats["approx_kl"] > args.target_kl', 'stats["clipfrac"] > args.target_kl'),
     ("aux-4", "ppo_multidiscrete_mask", "masked_fill(~mask, -1e8)", "masked_fill(~self.choices, -1e8)"),
     ("aux-4", "ppo_selfplay", "masked_fill(~mask, -1e8)", "masked_fill(~mask, -1)"),
 ]

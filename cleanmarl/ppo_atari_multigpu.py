@@ -295,7 +295,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
             optimizer.zero_grad()
             loss.backward()
             # detail aux-2: parallelized gradient update
-            average([p.grad for p in agent.parameters() if p.grad is not None] + list(stats.values()))
+            gradients = [p.grad for p in agent.parameters() if p.grad is not None]
+            average(gradients + list(stats.values()))
             # detail core-11: one norm over all gradients
             nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()

@@ -149,6 +149,7 @@ class Agent(nn.Module):
         super().__init__()
         obs_size, sizes = envs.single_observation_space.shape[0], torch.as_tensor(envs.single_action_space.nvec)
         choices = torch.arange(int(sizes.max())) < sizes[:, None]  # (C, K): which ones each component has
+        num_logits = choices.numel()
         # detail core-13: separate networks, two layers of 64 with tanh
         self.actor = Actor(
             choices,
@@ -156,7 +157,7 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, 64)),
             nn.Tanh(),
-            layer_init(nn.Linear(64, choices.numel()), std=0.01),  # small: every action is about as likely at first
+            layer_init(nn.Linear(64, num_logits), std=0.01),  # small: every action is about as likely at first
         )
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
