@@ -128,10 +128,11 @@ class StackedCell(nn.Module):
         """The state (..., S) after a step; x, remembered (..., G * H) are its gates' two parts. Tensors or arrays."""
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor, state: torch.Tensor, forget: torch.Tensor | None = None):
+    def forward(self, x: torch.Tensor, state: torch.Tensor, forget: torch.Tensor | None = None, last: bool = False):
         """Run the T steps in rows x (T * N, A, in) from state (N, A, S), which is 0 after those in forget (T * N, A).
 
-        Returns the outputs (T * N, A, H) and the states (T * N, A, S), each as it is after its step.
+        Returns the outputs (T * N, A, H) and the states (T * N, A, S), each as it is after its step; with `last` only
+        the last ones (N, A, S).
         """
         (N, A), T = state.shape[:2], len(x) // len(state)
 
@@ -153,7 +154,7 @@ class StackedCell(nn.Module):
             state = states[-1] if kept is None else states[-1] * kept
         states = torch.stack(states, 1).flatten(1, 2)  # (M, T * B, S)
         states = states[0].unflatten(0, (-1, A)) if self.num_networks == 1 else states.swapaxes(0, 1)
-        return states[..., : self.size_hidden], states
+        return states[..., : self.size_hidden], states[-N:] if last else states
 
 
 class StackedGRU(StackedCell):
@@ -183,6 +184,21 @@ class StackedLSTM(StackedCell):
         cell = sigmoid(keep) * cell + sigmoid(write) * tanh(new)
         return concatenate([sigmoid(show) * tanh(cell), cell], -1)
 
+    def forward(self, x: torch.Tensor, state: torch.Tensor, forget: torch.Tensor | None = None, last: bool = False):
+        if self.num_networks > 1 or forget is not None or not last:
+            return super().forward(x, state, forget, last)
+        # What torch's own LSTM can do, all steps in one call, it does in a quarter of the time.
+        x, rows = x.reshape(-1, state[..., 0].numel(), x.shape[-1]), state.flatten(0, 1)[None]
+        weights = (
+            self.weight_ih[0].T.contiguous(),
+            self.weight_hh[0].T.contiguous(),
+            self.bias_ih[0, 0],
+            self.bias_hh[0, 0],
+        )
+        h_and_c = tuple(part.contiguous() for part in rows.chunk(2, -1))
+        out, *h_and_c = torch.lstm(x, h_and_c, weights, True, 1, 0.0, False, False, False)
+        return out.reshape(-1, state.shape[1], self.size_hidden), torch.cat(h_and_c, -1).view_as(state)
+
 
 TORCH = torch.sigmoid, torch.tanh, torch.chunk, torch.cat
 NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, np.split, np.concatenate
@@ -205,16 +221,16 @@ class Recurrent(nn.Sequential):
     def memory_size(self) -> int:
         return sum(cell.memory_size for cell in self.cells)
 
-    def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...], memory, forget: torch.Tensor | None = None):
+    def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...], memory, forget=None, last: bool = False):
         """Run the T steps in rows x (T * N, A, D) from `memory`, which is 0 again after the steps in forget (T * N, A).
 
         Returns outputs (T * N, A, K) and memories (T * N, A, S), each as it is after its step: one that goes on from
-        the last is still to be emptied by the last of `forget`.
+        the last is still to be emptied by the last of `forget`. With `last` only the last memories (N, A, S).
         """
         states, memories = iter(memory.split([cell.memory_size for cell in self.cells], -1)), []
         for layer in self:
             if isinstance(layer, StackedCell):
-                x, after = layer(x, next(states), forget)
+                x, after = layer(x, next(states), forget, last)
                 memories.append(after)
             else:
                 x = layer(x)

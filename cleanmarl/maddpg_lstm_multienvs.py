@@ -117,8 +117,7 @@ class Agent(nn.Module):
         B, T, A, _ = obs.shape
         memory, outputs = obs.new_zeros(B, A, self.actor.memory_size), []
         for chunk in obs.swapaxes(0, 1).split(self.tbptt):
-            output, memories = self.actor(chunk.flatten(0, 1), memory)  # (tbptt * B, A, ...), of each step
-            memory = memories[-B:].detach()
+            output, memory = self.actor(chunk.flatten(0, 1), memory.detach(), last=True)  # (tbptt * B, A, K)
             outputs.append(output)
         return torch.cat(outputs).unflatten(0, (T, B)).swapaxes(0, 1).masked_fill(~action_mask, -1e8)
 
