@@ -118,29 +118,6 @@ def refused(tmp_path, monkeypatch, capfd):
         ("ppo", "--learning-rate nan", "--learning-rate must be finite, not nan"),
         ("ppo", "--seed -1", "--seed must be in [0, 4294967296), not -1"),
         ("ippo", "--seed 4294967296", "--seed must be in [0, 4294967296), not 4294967296"),
-        # settings per agent
-        ("ippo_per_agent", "--gamma 0.9 0.9", "--gamma takes one value or one for each of 3 agents, not 2"),
-        (
-            "ippo_per_agent",
-            "--learning-rate 1 1 1 1",
-            "--learning-rate takes one value or one for each of 3 agents, not 4",
-        ),
-        (
-            "ippo_per_agent",
-            "--lr-schedule linear constant",
-            "--lr-schedule takes one value or one for each of 3 agents, not 2",
-        ),
-        ("ippo_per_agent", "--update-epochs 1 2", "--update-epochs takes one value or one for each of 3 agents, not 2"),
-        (
-            "ippo_per_agent",
-            "--share-parameters --clip-coef 0.1 0.2 0.3",
-            "--clip-coef takes one value with --share-parameters",
-        ),
-        (
-            "ippo_per_agent",
-            "--share-parameters --ent-coef 0 0 0",
-            "--ent-coef takes one value with --share-parameters, not 3",
-        ),
         # devices
         ("ppo", "--device nonsense", "--device nonsense is not there"),
         ("ippo", "--device cuda:63", "--device cuda:63 is not there"),
@@ -160,7 +137,7 @@ def test_refused(script, flags, text, refused):
         ("ppo_shared", "", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box(-2.0, 2.0"),
         ("ppo_continuous_action", "", "--env-id CartPole-v1", "needs Box actions and CartPole-v1 has Discrete(2)"),
         ("ppo_multidiscrete", "envpool", "--env-id Breakout-v5", "needs actions of several integers"),
-        ("ppo_multidiscrete", "envpool", "--env-id HalfCheetah-v4", "needs actions of several integers"),
+        ("ppo_multidiscrete", "", "--env-id Pendulum-v1", "needs actions of several integers"),
         ("ppo_multidiscrete_mask", "envpool", "--env-id Breakout-v5", "needs actions of several integers"),
         # games of another kind
         ("ppo_atari", "ale_py", "--env-id Pendulum-v1", "needs an Atari game, such as ALE/Breakout-v5"),
@@ -240,6 +217,21 @@ def test_zero_and_negative_sizes(script, flag, refused):
         assert f"--{flag} must be greater than 0, not {value}" in refused(script, f"--{flag}", value)
 
 
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        ("--gamma 0.9 0.9", "--gamma takes one value or one for each of 3 agents, not 2"),
+        ("--learning-rate 1 1 1 1", "--learning-rate takes one value or one for each of 3 agents, not 4"),
+        ("--lr-schedule linear constant", "--lr-schedule takes one value or one for each of 3 agents, not 2"),
+        ("--update-epochs 1 2", "--update-epochs takes one value or one for each of 3 agents, not 2"),
+        ("--share-parameters --clip-coef 0.1 0.2 0.3", "--clip-coef takes one value with --share-parameters"),
+        ("--share-parameters --ent-coef 0 0 0", "--ent-coef takes one value with --share-parameters, not 3"),
+    ],
+)
+def test_settings_per_agent_refused(flags, text, refused):
+    assert text in refused("ippo_per_agent", *flags.split())
+
+
 @pytest.mark.parametrize("flag", ["learning-rate", "gamma", "update-epochs", "lr-schedule", "reward-scale"])
 def test_no_value_for_any_agent(flag, refused):
     assert f"--{flag} takes one value or one for each" in refused("ippo_per_agent", f"--{flag}")
@@ -256,7 +248,7 @@ def test_continuous_actions_for_ippo(tmp_path_factory, refused, monkeypatch):
     (module / "__init__.py").touch()
     (module / "push_v0.py").write_text(CONTINUOUS)
     monkeypatch.syspath_prepend(module.parent)
-    line = refused("ippo", "--env-id", "pz/pushing/push_v0", "--num-envs", 1)
+    line = refused("ippo", "--env-id", "pz/pushing/push_v0", "--num-envs", 4)
     assert "pz/pushing/push_v0 has continuous actions and this script needs discrete ones" in line
 
 
