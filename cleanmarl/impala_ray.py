@@ -254,7 +254,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, 
         loss, stats = impala_loss(agent, unrolls, args)
         optimizer.zero_grad()
         loss.backward()
-        average([p.grad for p in agent.parameters()] + list(stats.values()))
+        average([p.grad for p in agent.parameters() if p.grad is not None] + list(stats.values()))
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)  # detail impala-6: one norm over all gradients
         optimizer.step()
         all_stats.append(stats)
