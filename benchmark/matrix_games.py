@@ -7,7 +7,8 @@ it writes OUT/data/coppo_matrix.csv (the curves) and coppo_matrix_final.csv (the
 OUT/coppo_matrix_penalty.svg (figure 1, the penalty game), coppo_matrix_inner_clip.svg (figure 2) and
 coppo_matrix_games.svg (figure 5, the other games), each with a table .md. All seeds of a variant learn side by side:
 their teams are stacked into the networks of one run, which collects, estimates and updates with the functions of
-coppo.py and coma.py. Recorded per update of 20 plays and for each seed, the last two on the penalty game alone:
+coppo_matrix.py and coma.py. Recorded per update of 20 plays and for each seed, the last two on the penalty game
+alone:
 
     reward        mean reward of the team
     variance      running variance of the policy gradient, summed over all parameters of all agents: one sample is the
@@ -20,8 +21,9 @@ Intervals are 95 % bootstrap intervals of the mean over seeds.
 All use the settings of appendix C.1, which leaves open what one update learns from. Here that is 20 plays, with one
 critic per agent, and no entropy bonus, normalisation or limit on gradients. Policies explore by epsilon-greedy; the
 mixture is the policy, so its probabilities make the ratios. CoPPO, MAPPO and COMA have counterfactual advantages from
-critics of joint actions, as in the paper. MAPPO is coppo.py with an inner clip of 0, which holds the others' ratios at
-1. IPPO is the same with critics of the state: it is all there is to see, so they are ippo.py's independent critics.
+critics of joint actions, as in the paper. MAPPO is coppo_matrix.py with an inner clip of 0, which holds the others'
+ratios at 1. IPPO is the same with critics of the state: it is all there is to see, so they are the
+independent critics of ippo.py.
 """
 
 import multiprocessing
@@ -34,8 +36,9 @@ import torch
 import tyro
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cleanmarl import coma, coppo
+from cleanmarl import coma, coppo_matrix
 from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.layers import Networks, StackedLinear
 
 PLAYS = 20  # per update
 EPOCHS = 8
@@ -57,7 +60,7 @@ COMMON = {
     "epsilon_end": 0.02,
     "epsilon_timesteps": 6000,
     "ent_coef": 0.0,
-    "max_grad_norm": float("inf"),
+    "max_grad_norm": 1e9,
     "eval_episodes": 0,
     "checkpoint_interval": 10**9,
 }
@@ -70,12 +73,12 @@ COPPO |= {
     "normalize_value": False,
 }
 VARIANTS = {
-    "CoPPO": (coppo, COPPO | {"inner_clip_coef": 0.1}),
-    "CoPPO 0.05": (coppo, COPPO | {"inner_clip_coef": 0.05}),
-    "CoPPO 0.15": (coppo, COPPO | {"inner_clip_coef": 0.15}),
-    "CoPPO without double clipping": (coppo, COPPO | {"inner_clip_coef": float("inf")}),
-    "MAPPO": (coppo, COPPO | {"inner_clip_coef": 0.0}),
-    "IPPO": (coppo, COPPO | {"inner_clip_coef": 0.0, "advantage": "gae"}),
+    "CoPPO": (coppo_matrix, COPPO | {"inner_clip_coef": 0.1}),
+    "CoPPO 0.05": (coppo_matrix, COPPO | {"inner_clip_coef": 0.05}),
+    "CoPPO 0.15": (coppo_matrix, COPPO | {"inner_clip_coef": 0.15}),
+    "CoPPO without double clipping": (coppo_matrix, COPPO | {"inner_clip_coef": float("inf")}),
+    "MAPPO": (coppo_matrix, COPPO | {"inner_clip_coef": 0.0}),
+    "IPPO": (coppo_matrix, COPPO | {"inner_clip_coef": 0.0, "advantage": "gae"}),
     "COMA": (coma, {}),
 }
 
@@ -126,14 +129,8 @@ def make_teams(script, args, seeds):
     one_team = make(args.env_id)
 
     class Teams(script.Agent):
-        def critic_features(self, state, obs, alive, action):  # of coma.py
-            of_teams = np.repeat(state, len(seeds), axis=0), *map(split, (obs, alive, action))
-            return join(super().critic_features(*of_teams), len(obs))
-
-        def critic_input(self, state, obs, alive, action):  # of coppo.py; the state of these games is one and the same
-            of_teams = np.repeat(state, len(seeds), axis=0), *map(split, (obs, alive, action))
-            _, *of_agents = super().critic_input(*of_teams)
-            return torch.from_numpy(state), *(join(x, len(obs)) for x in of_agents)
+        def others_actions(self, action, alive):  # of the own team
+            return join(super().others_actions(split(action), split(alive)), len(action))
 
     teams, members = Teams(one_team, args), []
     for seed in seeds:
@@ -141,15 +138,42 @@ def make_teams(script, args, seeds):
         members.append(script.Agent(one_team, args))
     for parameter, *of_members in zip(teams.parameters(), *(member.parameters() for member in members)):
         parameter.data = torch.stack([p.detach() for p in of_members], dim=1).flatten(0, 1)
-    teams.num_agents = 4 * len(seeds)
+    for layer in teams.modules():
+        if isinstance(layer, StackedLinear):
+            layer.num_networks = 4 * len(seeds)
     return teams
+
+
+def make_rollout(script, num_agents: int):
+    """One rollout of PLAYS games of one step, empty."""
+    shape = (1, PLAYS, num_agents)
+    arrays = {
+        "obs": np.zeros((*shape, 1), np.float32),
+        "state": np.zeros((1, PLAYS, 4), np.float32),
+        "action_mask": np.zeros((*shape, 9), bool),
+        "agent_mask": np.zeros(shape, bool),
+        "action": np.zeros(shape, np.int64),
+        "log_prob": np.zeros(shape, np.float32),
+        "reward": np.zeros(shape, np.float32),
+        "done": np.zeros(shape, bool),
+    }
+    return script.Rollout(**{name: arrays[name] for name in script.Rollout._fields})
+
+
+def make_optimizer(script, agent, args):
+    """The optimizer of a run of teams, and the actors' parameters in groups that step one after another."""
+    in_turn = script is coppo_matrix and args.inner_clip_coef > 0
+    actors = [list(agent.actor.parameters())] if script is coma else Networks(agent.actor, 4 if in_turn else 1)
+    groups = [{"params": [p for turn in actors for p in turn], "lr": args.learning_rate}]
+    groups.append({"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate})
+    return actors, torch.optim.RMSprop(groups, alpha=0.99, eps=1e-5, foreach=True)
 
 
 class Recorder:
     """What happens to the teams within an update, seen by the script's `actor_loss` and its optimizer's steps."""
 
-    def __init__(self, script, in_turn: bool):
-        self.script, self.turns = script, 4 if in_turn else 1
+    def __init__(self, script, actors):
+        self.script, self.actors, self.turns = script, actors, len(actors)
         self.actor_loss = script.actor_loss
         self.variances, self.penalties = [], []
         self.mean = self.square = 0
@@ -163,13 +187,13 @@ class Recorder:
     @torch.no_grad()
     def watch(self, agent, batch, args):
         """In the place of `actor_loss`: notes what weighs the gradients of the three agents of every penalty."""
-        log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1)
+        log_probs = agent.logits(batch.obs, batch.action_mask).log_softmax(-1)
         if self.script is coma:
-            values = agent.values(agent.critic, batch.critic_features)
+            values = agent.values(agent.critic, batch.state, batch.obs, batch.alive, batch.others)
             weight = coma.counterfactual_advantage(values, log_probs, batch.action)
         else:
             log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob
-            weight = batch.advantage * coppo.ratio_of_others(log_ratio, args)[1]
+            weight = batch.advantage * coppo_matrix.ratio_of_others(log_ratio, args)[1]
         weight = split(weight.numpy())[self.rows, self.agents]
         turn = self.calls % self.turns
         if turn == 0:
@@ -181,8 +205,8 @@ class Recorder:
             return self.actor_loss(agent, batch, args)
 
     def before_step(self, optimizer, *_):
-        actors = optimizer.param_groups[0]["params"]
-        self.gradient += torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in actors])
+        of_turns = [[torch.zeros_like(p) if p.grad is None else p.grad for p in turn] for turn in self.actors]
+        self.gradient += torch.cat([torch.cat([g.flatten(1) for g in turn], dim=1) for turn in of_turns])
 
     def end_update(self):
         num_teams = len(self.gradient) // 4
@@ -203,18 +227,11 @@ def train(job) -> str:
     torch.set_num_threads(1)
     agent, envs = make_teams(script, args, seeds), Games(game, PLAYS, len(seeds))
     torch.manual_seed(seeds[0])
-    actors, critics = script.stack_parameters(agent.actor), script.stack_parameters(agent.critic)
-    in_turn = script is coppo and args.inner_clip_coef > 0
-    groups = [{"params": list(actors.split(len(seeds))) if in_turn else [actors], "lr": args.learning_rate}]
-    groups.append({"params": [critics], "lr": args.critic_learning_rate})
-    optimizer = torch.optim.RMSprop(groups, alpha=0.99, eps=1e-5)
-    shape = (1, PLAYS, 4 * len(seeds))
-    masks = np.zeros((*shape, 9), bool), np.zeros(shape, bool)
-    rest = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, bool)
-    rollout = script.Rollout(np.zeros((*shape, 1), np.float32), np.zeros((1, PLAYS, 4), np.float32), *masks, *rest)
+    actors, optimizer = make_optimizer(script, agent, args)
+    rollout = make_rollout(script, 4 * len(seeds))
 
-    recorder, ratio_of_others, rewards = Recorder(script, in_turn), coppo.ratio_of_others, []
-    coppo.ratio_of_others = lambda x, args: [join(y, len(x)) for y in ratio_of_others(split(x), args)]
+    recorder, ratio_of_others, rewards = Recorder(script, actors), coppo_matrix.ratio_of_others, []
+    coppo_matrix.ratio_of_others = lambda x, args: [join(y, len(x)) for y in ratio_of_others(split(x), args)]
     watched = game == "penalty"
     if watched:
         script.actor_loss = recorder.watch
@@ -227,10 +244,13 @@ def train(job) -> str:
         batch = script.estimate(agent, rollout, *now, args)
         rewards.append(split(rollout.reward[0])[:, 0].reshape(PLAYS, -1).mean(0))
         recorder.begin_update(rollout)
-        script.update(agent, optimizer, batch, *([iteration] if script is coma else []), args)
+        if script is coma:
+            coma.update(agent, optimizer, batch, iteration, args)
+        else:
+            coppo_matrix.update(agent, actors, optimizer, batch, args)
         if watched:
             recorder.end_update()
-    coppo.ratio_of_others, results = ratio_of_others, {"reward": np.array(rewards).T}
+    coppo_matrix.ratio_of_others, results = ratio_of_others, {"reward": np.array(rewards).T}
     if watched:
         hook.remove()
         script.actor_loss = recorder.actor_loss

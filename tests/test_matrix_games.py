@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmark"))
 import matrix_games
-from matrix_games import COMMON, PLAYS, VARIANTS, Games, join, make_teams, split
+from matrix_games import COMMON, PLAYS, VARIANTS, Games, join, make_optimizer, make_rollout, make_teams, split
 
-from cleanmarl import coma, coppo
+from cleanmarl import coma, coppo_matrix
 from cleanmarl.envs import make
 
 
@@ -40,29 +40,28 @@ def test_teams_side_by_side_learn_as_each_alone(variant, monkeypatch):
     teams = make_teams(script, args, seeds)
     teams.epsilon = 0.3
     rng = np.random.default_rng(0)
-    action = rng.integers(9, size=(1, PLAYS, 8))
-    shape = action.shape
-    masks = np.ones((*shape, 9), bool), np.ones(shape, bool)
-    reward = rng.normal(size=(1, PLAYS, 2)).repeat(4, 0).reshape(1, 4, PLAYS, 2).swapaxes(1, 2).reshape(shape)
-    rest = action, reward.astype(np.float32), np.ones(shape, bool)
-    rollout = script.Rollout(np.ones((*shape, 1), np.float32), np.ones((1, PLAYS, 4), np.float32), *masks, *rest)
-    original = coppo.ratio_of_others
-    iteration = [0] if script is coma else []
+    rollout = make_rollout(script, 8)
+    rollout.action[:] = rng.integers(9, size=(1, PLAYS, 8))
+    rollout.reward[:] = join(rng.normal(size=(PLAYS * 2, 1)).repeat(4, 1), PLAYS)
+    for array in (rollout.obs, rollout.state, rollout.action_mask, rollout.agent_mask, rollout.done):
+        array[:] = 1
+    if script is coppo_matrix:
+        rollout.log_prob[:] = rng.normal(-2, 0.3, size=(1, PLAYS, 8))
+    original = coppo_matrix.ratio_of_others
 
-    def learn(agent, rollout, envs, size, replacement):
-        monkeypatch.setattr(coppo, "ratio_of_others", replacement)
-        actors, critics = script.stack_parameters(agent.actor), script.stack_parameters(agent.critic)
-        actors = list(actors.split(size)) if variant == "CoPPO" else [actors]
-        optimizer = torch.optim.RMSprop([{"params": actors}, {"params": [critics]}], lr=5e-3)
+    def learn(agent, rollout, envs, replacement):
+        monkeypatch.setattr(coppo_matrix, "ratio_of_others", replacement)
+        actors, optimizer = make_optimizer(script, agent, args)
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3
         batch = script.estimate(agent, rollout, *envs.reset(), args)
-        script.update(agent, optimizer, batch, *iteration, args)
+        if script is coma:
+            coma.update(agent, optimizer, batch, 0, args)
+        else:
+            coppo_matrix.update(agent, actors, optimizer, batch, args)
 
     learn(
-        teams,
-        rollout,
-        Games("penalty", PLAYS, 2),
-        2,
-        lambda x, args: [join(y, len(x)) for y in original(split(x), args)],
+        teams, rollout, Games("penalty", PLAYS, 2), lambda x, args: [join(y, len(x)) for y in original(split(x), args)]
     )
     for s, seed in enumerate(seeds):
         torch.manual_seed(seed)
@@ -70,7 +69,7 @@ def test_teams_side_by_side_learn_as_each_alone(variant, monkeypatch):
         alone.epsilon = 0.3
         before = [p.clone() for p in alone.parameters()]
         mine = script.Rollout(*(x if x.shape[2:] == (4,) else x[:, :, s::2] for x in rollout))
-        learn(alone, mine, one, 1, original)
+        learn(alone, mine, one, original)
         for p, of_teams, start in zip(alone.actor.parameters(), teams.actor.parameters(), before):
             torch.testing.assert_close(of_teams[s::2], p, atol=2e-5, rtol=1e-3)
             assert (p - start).abs().max() > 1e-3
@@ -90,7 +89,10 @@ def test_results_are_recorded_per_seed(tmp_path, monkeypatch):
         assert all(len(p) and p.shape[1] == (1 if variant == "COMA" else 8) for p in penalties)
         change = np.ptp(np.concatenate(penalties), axis=1)
         assert (change > 0).all() if variant == "CoPPO" else (change == 0).all()  # g moves over the epochs
-    assert coppo.actor_loss.__module__ == "cleanmarl.coppo" and coma.actor_loss.__module__ == "cleanmarl.coma"
+    assert (
+        coppo_matrix.actor_loss.__module__ == "cleanmarl.coppo_matrix"
+        and coma.actor_loss.__module__ == "cleanmarl.coma"
+    )
 
 
 def test_figures_and_tables_are_drawn_from_the_data_of_the_runs(tmp_path):
