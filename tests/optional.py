@@ -16,11 +16,11 @@ GROUPS = {  # of pyproject.toml: the modules that tests import
     "multiagent": ["lbforaging", "rware", "pymunk", "scipy"],
     "oracles": ["torchrl", "stable_baselines3"],
     "ray": ["ray"],
-    "smax": ["jax", "jaxmarl"],
+    "smax": ["jaxmarl"],
     "video": ["moviepy"],
 }
 INSTALL = {module: f"python bootstrap.py {group}" for group, modules in GROUPS.items() for module in modules}
-INSTALL |= {"envpool": "pip install envpool", "smaclite": smaclite.INSTALLING, "Qt 5": "apt install libqt5gui5"}
+INSTALL |= {"smaclite": smaclite.INSTALLING, "Qt 5": "apt install libqt5gui5"}
 
 
 def is_there(name: str) -> bool:
@@ -35,7 +35,7 @@ def is_there(name: str) -> bool:
 
 
 def reason(name: str) -> str:
-    return f"{name} is not installed: {INSTALL[name]}"
+    return f"{name} is not installed: {INSTALL.get(name, f'pip install {name}')}"
 
 
 def need(*names: str) -> None:

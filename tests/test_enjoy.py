@@ -1,6 +1,5 @@
 """enjoy.py on real run folders: numbers, greedy and sampled actions, films, and what it says of other folders."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -12,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from optional import needs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cleanmarl import enjoy, ippo, ppo
 from cleanmarl.envs import EnvError
 from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint
 
-MOVIEPY = pytest.mark.skipif(importlib.util.find_spec("moviepy") is None, reason="moviepy is not installed")
+MOVIEPY = needs("moviepy")
 
 
 class Lever(gym.Env):

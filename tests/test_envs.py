@@ -1,6 +1,5 @@
 """All families keep the contract of cleanmarl.envs under random play, and equal their originals stepped by hand."""
 
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -10,14 +9,11 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+from optional import needs
 
 import cleanmarl
 from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make, make_gymnasium
 from cleanmarl.envs.__main__ import bench, describe, each_size, list_ids
-
-
-def needs(package: str):
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,5 @@
 """SMAClite's battles equal the package stepped by hand, on its own maps and on those described here."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
+from optional import needs
 
 from cleanmarl import ippo
 from cleanmarl.enjoy import Args as EnjoyArgs
@@ -17,7 +17,7 @@ from cleanmarl.envs import smaclite as family
 from cleanmarl.envs.__main__ import list_ids, original
 from cleanmarl.run import load_checkpoint
 
-NEEDED = pytest.mark.skipif(importlib.util.find_spec("smaclite") is None, reason=f"needs smaclite: {family.INSTALLING}")
+NEEDED = needs("smaclite")
 SMAC = {  # agents, enemies and time limits, from the table of maps in SMAC's documentation
     **{"3m": (3, 3, 60), "8m": (8, 8, 120), "25m": (25, 25, 150), "5m_vs_6m": (5, 6, 70), "8m_vs_9m": (8, 9, 120)},
     **{"10m_vs_11m": (10, 11, 150), "27m_vs_30m": (27, 30, 180), "MMM": (10, 10, 150), "MMM2": (10, 12, 180)},

@@ -1,18 +1,18 @@
 """SMAX in batches equals JaxMARL's own loop, one environment after another."""
 
-import importlib.util
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from optional import needs
 
 from cleanmarl import ippo
 from cleanmarl.envs import EnvError, env_seeds, make
 from cleanmarl.envs import smax as family
 from cleanmarl.run import load_checkpoint
 
-NEEDED = pytest.mark.skipif(importlib.util.find_spec("jaxmarl") is None, reason=f"needs jaxmarl: {family.INSTALLING}")
+NEEDED = needs("jaxmarl")
 GAME = "smax/3m?max_steps=16"  # compiling takes seconds: most tests share this game and batch size
 N, LIMIT = 4, 16
 
