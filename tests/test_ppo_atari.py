@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import Quiet, make_rollout
 
 from cleanmarl import enjoy, ppo_atari
+from cleanmarl.cli import UsageError
 from cleanmarl.envs import EnvError, make_gymnasium
-from cleanmarl.run import UsageError, evaluate, load_checkpoint
+from cleanmarl.evaluate import evaluate
+from cleanmarl.run import load_checkpoint
 
 pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
@@ -27,23 +30,6 @@ def no_ops(num_envs=1):
     return np.zeros(num_envs, np.int64)
 
 
-class Quiet:
-    """Stands where collect() expects a Run, and only counts the episodes."""
-
-    def __init__(self):
-        self.returns = []
-
-    def log_episodes(self, info):
-        self.returns += info["episode"]["r"][info["_episode"]].tolist()
-
-
-def make_rollout(args, envs):
-    T, N, K = args.num_steps, args.num_envs, envs.single_action_space.n
-    obs = np.zeros((T, N, *envs.single_observation_space.shape), np.uint8)
-    arrays = obs, np.zeros((T, N), np.int64), np.zeros((T, N), np.float32), np.zeros((T, N), bool)
-    return ppo_atari.Rollout(*arrays, torch.zeros(T, N, K), torch.zeros(T, N))
-
-
 @pytest.fixture(scope="module")
 def collected():
     """Arguments, agent and batch: 60 steps of 2 games, with a lost life, by a policy that is not uniform."""
@@ -53,7 +39,7 @@ def collected():
     agent = ppo_atari.Agent(envs, args)
     with torch.no_grad():
         agent.actor.weight *= 30
-    rollout = make_rollout(args, envs)
+    rollout = make_rollout(ppo_atari, args, envs)
     obs = ppo_atari.collect(agent, envs, envs.reset(seed=1)[0], rollout, args, Quiet())
     assert rollout.done.any()
     return args, agent, rollout, ppo_atari.estimate(agent, rollout, obs, args)
@@ -203,12 +189,12 @@ def test_first_ratio_is_one(collected):
         log_prob = agent(minibatch.obs)[0].log_softmax(-1).gather(-1, minibatch.action[:, None]).squeeze(-1)
         torch.testing.assert_close((log_prob - minibatch.log_prob).exp(), torch.ones(20), atol=1e-5, rtol=0)
         _, stats = ppo_atari.ppo_loss(agent, minibatch, 0.1, args)
-        assert abs(stats[3]) < 1e-6 and stats[4] == 0  # approx_kl, clipfrac
+        assert abs(stats["approx_kl"]) < 1e-6 and stats["clipfrac"] == 0
 
 
 def test_advantages_stop_at_a_lost_life(collected):
     _, _, rollout, batch = collected
-    value, advantage = rollout.value.numpy(), batch.advantage.reshape(rollout.done.shape).numpy()
+    value, advantage = rollout.value, batch.advantage.reshape(rollout.done.shape).numpy()
     end = rollout.done
     np.testing.assert_allclose(advantage[end], rollout.reward[end] - value[end], atol=1e-6)
 

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import Quiet, make_rollout
 
 from cleanmarl import enjoy, ppo_atari, ppo_atari_envpool
+from cleanmarl.cli import UsageError
 from cleanmarl.envs import EnvError, env_seeds
 from cleanmarl.envs.pool import EnvPool, envpool_spec
-from cleanmarl.run import UsageError, evaluate, load_checkpoint
+from cleanmarl.evaluate import evaluate
+from cleanmarl.run import load_checkpoint
 
 envpool = pytest.importorskip("envpool")
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,23 +29,8 @@ def make(game="Breakout", num_envs=1):
     return ppo_atari_envpool.make_envs(ppo_atari_envpool.Args(env_id=f"{game}-v5"), num_envs)
 
 
-class Quiet:
-    """Stands where collect() expects a Run, and only counts the episodes."""
-
-    def __init__(self):
-        self.returns, self.lengths = [], []
-
-    def log_episodes(self, info):
-        self.returns += info["episode"]["r"][info["_episode"]].tolist()
-        self.lengths += info["episode"]["l"][info["_episode"]].tolist()
-
-
 def collect(args, envs, agent):
-    T, N, K = args.num_steps, args.num_envs, envs.single_action_space.n
-    obs = np.zeros((T, N, *envs.single_observation_space.shape), np.uint8)
-    arrays = obs, np.zeros((T, N), np.int64), np.zeros((T, N), np.float32), np.zeros((T, N), bool)
-    rollout = ppo_atari_envpool.Rollout(*arrays, torch.zeros(T, N, K), torch.zeros(T, N))
-    quiet = Quiet()
+    rollout, quiet = make_rollout(ppo_atari_envpool, args, envs), Quiet()
     obs = ppo_atari_envpool.collect(agent, envs, envs.reset(seed=1)[0], rollout, args, quiet)
     return rollout, obs, quiet
 

@@ -6,21 +6,16 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import Quiet, make_rollout
 
 from cleanmarl import enjoy, ppo_atari_lstm
-from cleanmarl.run import UsageError, load_checkpoint
+from cleanmarl.cli import UsageError
+from cleanmarl.run import load_checkpoint
 
 pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
 SMALL = {"total_timesteps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 SMALL |= {"eval_episodes": 0}
-
-
-class Quiet:
-    """Stands where collect() expects a Run."""
-
-    def log_episodes(self, info):
-        pass
 
 
 def make(num_envs=2):
@@ -36,24 +31,16 @@ def make_agent(envs, args=None, spread=30):
     return agent
 
 
-def make_rollout(args, envs):
-    T, N, K = args.num_steps, args.num_envs, envs.single_action_space.n
-    obs = np.zeros((T, N, *envs.single_observation_space.shape), np.uint8)
-    arrays = obs, np.zeros((T, N), np.int64), np.zeros((T, N), np.float32), np.zeros((T, N), bool)
-    tensors = torch.zeros(T, N, K), torch.zeros(T, N), torch.zeros(T, N, dtype=torch.bool), torch.ones(2, N, 128)
-    return ppo_atari_lstm.Rollout(*arrays, *tensors)
-
-
 @pytest.fixture(scope="module")
 def collected():
     """Arguments, agent, and rollout and batch of each of two rollouts in a row, with lost lives."""
     args = ppo_atari_lstm.Args(**SMALL | {"num_steps": 60, "num_envs": 4})
     envs = make(4)
     agent = make_agent(envs, args, spread=100)
-    position = envs.reset(seed=1)[0], torch.ones(4, dtype=torch.bool), ppo_atari_lstm.first_state(4, "cpu")
+    position = envs.reset(seed=1)[0], np.ones(4, bool), ppo_atari_lstm.first_state(4, "cpu")
     found = []
     for _ in range(2):
-        rollout = make_rollout(args, envs)
+        rollout = make_rollout(ppo_atari_lstm, args, envs)
         position = ppo_atari_lstm.collect(agent, envs, *position, rollout, args, Quiet())
         found.append((rollout, ppo_atari_lstm.estimate(agent, rollout, *position, args)))
     assert all(rollout.done[:-1].any() for rollout, _ in found)
@@ -77,7 +64,7 @@ def test_first_ratio_is_one_across_episode_ends(collected):
             minibatch = ppo_atari_lstm.Batch(*(x[:, some] for x in batch))
             torch.testing.assert_close(ratio(agent, minibatch), torch.ones(60, 2), atol=1e-5, rtol=0)
             _, stats = ppo_atari_lstm.ppo_loss(agent, minibatch, 0.1, args)
-            assert abs(stats[3]) < 1e-6 and stats[4] == 0  # approx_kl, clipfrac
+            assert abs(stats["approx_kl"]) < 1e-6 and stats["clipfrac"] == 0
     # The state at the start of a rollout and the resets both matter.
     assert (ratio(agent, second, state=torch.zeros(2, 4, 128)) - 1).abs().max() > 1e-4
     assert (ratio(agent, second, start=torch.zeros(60, 4, dtype=torch.bool)) - 1).abs().max() > 1e-4
@@ -192,8 +179,8 @@ def test_time_limit_bootstrap_uses_the_state_of_that_moment():
     options = {"max_num_frames_per_episode": 60}  # no-ops and FIRE included
     envs = ppo_atari_lstm.make_envs(args, 2, **options)
     agent = make_agent(envs)
-    start, state = torch.ones(2, dtype=torch.bool), ppo_atari_lstm.first_state(2, "cpu")
-    rollout = make_rollout(args, envs)
+    start, state = np.ones(2, bool), ppo_atari_lstm.first_state(2, "cpu")
+    rollout = make_rollout(ppo_atari_lstm, args, envs)
     ppo_atari_lstm.collect(agent, envs, envs.reset(seed=1)[0], start, state, rollout, args, Quiet())
     ends = np.argwhere(rollout.done)
     assert len(ends) >= 2
@@ -203,7 +190,7 @@ def test_time_limit_bootstrap_uses_the_state_of_that_moment():
         _, reward, _, truncation, info = replay.step(rollout.action[t])
         for n in np.flatnonzero(truncation):
             seen = torch.cat([torch.from_numpy(rollout.obs[: t + 1, n]), torch.from_numpy(info["final_obs"][n])[None]])
-            begins = torch.cat([rollout.start[: t + 1, n], torch.tensor([False])])
+            begins = torch.from_numpy(np.append(rollout.start[: t + 1, n], False))
             with torch.no_grad():
                 value = agent(seen[:, None], torch.zeros(2, 1, 128), begins[:, None])[1][-1]
             np.testing.assert_allclose(rollout.reward[t, n], reward[n] + 0.99 * value.item(), atol=1e-5)

@@ -8,25 +8,17 @@ import pytest
 import torch
 from optional import needs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import Quiet, make_rollout
 
 from cleanmarl import enjoy, ppo_procgen
+from cleanmarl.cli import UsageError
 from cleanmarl.envs import EnvError
 from cleanmarl.envs.pool import EnvPool
-from cleanmarl.run import UsageError, load_checkpoint
+from cleanmarl.run import load_checkpoint
 
 SMALL = {"total_timesteps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 SMALL |= {"eval_episodes": 0}
 needs_qt = needs("Qt 5")
-
-
-class Quiet:
-    """Stands where collect() expects a Run, and only counts the episodes."""
-
-    def __init__(self):
-        self.returns = []
-
-    def log_episodes(self, info):
-        self.returns += info["episode"]["r"][info["_episode"]].tolist()
 
 
 def make(num_envs=2):
@@ -42,9 +34,7 @@ def collected():
     agent = ppo_procgen.Agent(envs, args)
     with torch.no_grad():
         agent.actor.weight *= 30
-    obs = np.zeros((60, 4, 3, 64, 64), np.uint8)
-    arrays = obs, np.zeros((60, 4), np.int64), np.zeros((60, 4), np.float32), np.zeros((60, 4), bool)
-    rollout, quiet = ppo_procgen.Rollout(*arrays, torch.zeros(60, 4, 15), torch.zeros(60, 4)), Quiet()
+    rollout, quiet = make_rollout(ppo_procgen, args, envs), Quiet()
     obs = ppo_procgen.collect(agent, envs, envs.reset(seed=1)[0], rollout, args, quiet)
     return agent, rollout, ppo_procgen.estimate(agent, rollout, obs, args), quiet.returns
 

@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import curves, make_rollout
 
 from cleanmarl import enjoy, ppo_selfplay
+from cleanmarl.cli import UsageError, set_up
 from cleanmarl.envs import EnvError
+from cleanmarl.evaluate import evaluate
 from cleanmarl.ppo_selfplay import (
     Against,
     Agent,
     Args,
     Games,
     PastSelves,
-    Rollout,
     collect,
     elo_of,
     estimate,
@@ -30,7 +31,7 @@ from cleanmarl.ppo_selfplay import (
     random_policy,
     update,
 )
-from cleanmarl.run import Run, UsageError, evaluate, load_checkpoint, seed_everything
+from cleanmarl.run import Run, load_checkpoint
 
 pytest.importorskip("envpool")
 ROOT = Path(__file__).parents[1]
@@ -43,24 +44,13 @@ def small(tmp_path, **changes) -> Args:
     return Args(**settings | changes)
 
 
-def curves(folder: Path) -> dict[str, list[float]]:
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [point.value for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def empty_rollout(T: int, N: int, D: int, K: int) -> Rollout:
-    whole, truth = np.zeros((T, N), np.int64), np.zeros((T, N), bool)
-    arrays = np.zeros((T, N, D), np.float32), whole, np.zeros((T, N), np.float32), truth, whole - 1, truth.copy()
-    return Rollout(*arrays, torch.zeros(T, N, K), torch.zeros(T, N))
-
-
 def first_rollout(args: Args, past=None):
     """A fresh agent, its first rollout, the (obs, info) after it, and the run. `past` is the frozen opponent."""
-    seed_everything(args.seed, 1)
+    set_up(args)
     envs = make_envs(args, args.num_envs).env
     agent = Agent(envs, args)
     seen = envs.reset(seed=args.seed)
-    rollout = empty_rollout(args.num_steps, args.num_envs, seen[0].shape[1], agent.num_actions)
+    rollout = make_rollout(ppo_selfplay, args, envs)
     with Run(args, ppo_selfplay.__file__, agent=agent) as run:
         seen = collect(agent, past or Agent(envs, args), envs, seen, rollout, args, run)
     envs.close()
@@ -177,9 +167,10 @@ def negamax(reward, value, player, next_value, next_player, done, gamma, gae_lam
 
 
 @torch.no_grad()
-def invented_rollout(agent: Agent, T: int, N: int, D: int, rng):
+def invented_rollout(agent: Agent, args: Args, rng):
     """A rollout with turns at random, some of them twice, ends, the steps after them, and past selves."""
-    rollout = empty_rollout(T, N, D, agent.num_actions)
+    rollout = make_rollout(ppo_selfplay, args, make_envs(args, args.num_envs))
+    T, N, D = rollout.obs.shape
     rollout.obs[:] = rng.normal(size=rollout.obs.shape)
     rollout.obs[..., -agent.num_actions :] = 1
     rollout.value[:] = agent(torch.from_numpy(rollout.obs).flatten(0, 1))[1].unflatten(0, (T, N))
@@ -198,12 +189,12 @@ def invented_rollout(agent: Agent, T: int, N: int, D: int, rng):
 
 # proves core-5
 def test_advantages_equal_negamax(tmp_path):
-    args = small(tmp_path, gamma=0.9, gae_lambda=0.8)
+    args = small(tmp_path, gamma=0.9, gae_lambda=0.8, num_steps=50, num_envs=6)
     agent = Agent(make_envs(args, 1), args)
-    rollout, seen = invented_rollout(agent, 50, 6, 91, np.random.default_rng(0))
+    rollout, seen = invented_rollout(agent, args, np.random.default_rng(0))
     batch = estimate(agent, rollout, seen, args)
     with torch.no_grad():
-        value = rollout.value.numpy()
+        value = rollout.value
         next_value = agent(torch.from_numpy(seen[0]))[1].numpy()
     sign = np.where(rollout.player == 1, -1, 1)
     want = np.zeros((50, 6))
@@ -218,11 +209,12 @@ def test_advantages_equal_negamax(tmp_path):
 
 def test_advantages_by_hand(tmp_path):
     """Player 1 begins and wins with his second move; nothing was expected. Then player 0 begins, and wins at once."""
-    args = small(tmp_path, gamma=0.5, gae_lambda=1.0)
-    agent = Agent(make_envs(args, 1), args)
+    args = small(tmp_path, gamma=0.5, gae_lambda=1.0, num_steps=5, num_envs=1)
+    envs = make_envs(args, 1)
+    agent = Agent(envs, args)
     for parameter in agent.critic.parameters():
         torch.nn.init.zeros_(parameter)
-    rollout = empty_rollout(5, 1, 91, 7)
+    rollout = make_rollout(ppo_selfplay, args, envs)
     rollout.player[:, 0] = [1, 0, 1, -1, 0]
     rollout.reward[:, 0] = [0, 0, -1, 0, 1]
     rollout.done[:, 0] = [False, False, True, False, True]
@@ -281,8 +273,8 @@ def test_nothing_that_the_agent_did_not_choose_is_learned(tmp_path):
     junk.obs[~rollout.learns] = np.random.default_rng(0).normal(size=(1, 91))
     junk.obs[~rollout.learns, -7:] = 1
     junk.action[~rollout.learns] = 6
-    junk.value[torch.from_numpy(~rollout.learns)] = 3
-    junk.logits[torch.from_numpy(~rollout.learns)] = -5
+    junk.value[~rollout.learns] = 3
+    junk.log_prob[~rollout.learns] = -5
     both = []
     for each in (rollout, junk):
         batch = estimate(agent, each, seen, args)
@@ -393,7 +385,8 @@ def test_two_updates(tmp_path, env_id):
     assert np.isfinite(points["train/policy_loss"] + points["train/value_loss"] + points["train/entropy"]).all()
     assert len(points["eval/elo"]) == len(points["eval/win_rate_random"]) == 3  # before, and after each update
     assert len(points["eval/win_rate_past"]) == 2
-    assert {path.name.split(".")[0] for path in folder.iterdir()} == {"args", "checkpoint", "done", "events"}
+    files = {"args", "checkpoint", "done", "events", "ppo_selfplay"}
+    assert {path.name.split(".")[0] for path in folder.iterdir()} == files
 
 
 @pytest.mark.parametrize("env_id", ["ConnectFour-v1", "TicTacToe-v1"])
@@ -405,9 +398,7 @@ def test_ratio_is_one_on_the_first_minibatch(tmp_path, env_id):
     ratio = (log_prob - batch.log_prob).exp()
     torch.testing.assert_close(ratio, torch.ones(len(ratio)), atol=1e-5, rtol=0)
     _, stats = ppo_loss(agent, batch, args.clip_coef, args)
-    approx_kl, clipfrac = stats[3:].tolist()
-    assert abs(approx_kl) < 1e-6
-    assert clipfrac == 0
+    assert abs(stats["approx_kl"]) < 1e-6 and stats["clipfrac"] == 0
 
 
 def test_it_learns_tic_tac_toe(tmp_path):
@@ -473,7 +464,8 @@ def test_it_draws(tmp_path):
         ({"env_id": "KuhnPoker-v1"}, "zero-sum two-player game of perfect information"),
         ({"env_id": "Breakout-v5"}, "zero-sum two-player game of perfect information"),
         ({"past_share": 1.5}, r"--past-share must be in \[0, 1\], not 1.5"),
-        ({"num_minibatches": 33}, "is less than 8 for each of --num-minibatches 33"),
+        ({"num_minibatches": 41}, "may leave less than two moves of the agent for each of --num-minibatches 41"),
+        ({"num_steps": 1, "num_minibatches": 1}, "--num-steps 1 of --num-envs 8 may leave less than two moves"),
         ({"pool_size": 0}, "--pool-size must be greater than 0"),
         ({"pool_interval": 0}, "--pool-interval must be greater than 0"),
         ({"match_games": 0}, "--match-games must be greater than 0"),
