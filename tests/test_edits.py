@@ -17,28 +17,57 @@ import torch
 import cleanmarl
 from cleanmarl.run import load_checkpoint
 
-HIDDEN = r"(\n +)(layer_init\((?:StackedLinear\(\w+, |nn\.Linear\()(\w+), \3\)\),)(\n +)([\w.]+\(\)),"
+# a hidden layer, its number of units, and its activation
+HIDDEN = (
+    r"(\n +)(layer_init\((?:StackedLinear\(\w+, |nn\.Linear\()[^,]+, (\w+)\)\),)(\n +)([\w.]+\(\)),(?=\n +layer_init)"
+)
 KEEP_RATIOS = [
     (r"\n\n\n@dataclass\n", r"\n\nRATIOS = []\n\n\n@dataclass\n"),
-    (r"(\n +)(ratio = log_ratio\.exp\(\).*)", r"\1\2\1RATIOS.append(ratio.detach())"),
+    (r"(\n +)((?:ratio = log_ratio|log_rho = log_prob - batch).*)", r"\1\2\1RATIOS.append(KEPT)"),
     (r", std=0\.01\)", r", std=1.0)"),  # policies that differ from one observation to another from the start on
 ]
 ACTIVATION = [(r"(?<!: )\b(nn\.Tanh|nn\.ReLU|activation)\(\)", "nn.GELU()")]
 LAYERS = [(HIDDEN, r"\1\2\1nn.LayerNorm(\3),\4\5,\1nn.Linear(\3, \3),\4nn.SiLU(),")]
 HEADS = [
-    (r"(\n +)(self\.critic = )", r"\1self.predictor = nn.Linear(OBS, 5)\1self.critic2 = nn.Linear(OBS, 1)\1\2"),
+    (r"(\n +)(self\.critic\b.* = )", r"\1self.predictor = nn.Linear(SIZE, 5)\1self.critic2 = nn.Linear(SIZE, 1)\1\2"),
     (
-        r"(\n +)(loss = .*)",
-        r"\1\2\1loss = loss + agent.predictor(batch.obs).square().mean() + (agent.critic2(batch.obs) - 3).square().mean()",
+        r"(\n +)(loss = (?:policy|\(policy).*)",
+        r"\1\2\1loss = loss + agent.predictor(OBS).square().mean() + (agent.critic2(OBS) - 3).square().mean()",
     ),
 ]
 EDITS = {"activation": ACTIVATION, "layers": LAYERS, "heads": HEADS}
 
-SMALL = {"total_timesteps": 800, "num_envs": 4, "num_steps": 100, "eval_episodes": 2}
-SCRIPTS = {  # the arguments of two short updates, of 1,000 rows at least, and the size of an observation
-    "ppo": (SMALL | {"num_steps": 250, "total_timesteps": 2000}, 4),
-    "ippo": (SMALL, 18),
-    "mappo": (SMALL, 18),
+# Arguments of two short updates, of 1,000 rows of observations at least.
+PPO = {"total_timesteps": 2000, "num_envs": 4, "num_steps": 250, "eval_episodes": 2}
+MANY = {"total_timesteps": 800, "num_envs": 4, "num_steps": 100, "eval_episodes": 2}
+IMPALA = {"total_timesteps": 2000, "num_envs": 10, "unroll_length": 100, "num_actors": 0, "eval_episodes": 2}
+ATARI = {"total_timesteps": 512, "num_envs": 2, "num_steps": 128, "eval_episodes": 0}
+SCRIPTS = {  # and the size of an observation
+    "ppo": (PPO, 4),
+    "ppo_shared": (PPO, 4),
+    "ppo_continuous_action": (
+        PPO | {"num_envs": 1, "num_steps": 1024, "total_timesteps": 2048, "env_id": "Pendulum-v1"},
+        3,
+    ),
+    "ippo": (MANY, 18),
+    "ippo_per_agent": (MANY, 18),
+    "ippo_continuous_action": (MANY, 18),
+    "ippo_lstm": (MANY, 18),
+    "mappo": (MANY, 18),
+    "mappo_continuous_action": (MANY, 18),
+    "mappo_lstm": (MANY, 18),
+    "coppo": (MANY, 18),
+    "coppo_matrix": (MANY, 18),
+    "coppo_lstm": (MANY, 18),
+    "impala": (IMPALA, 4),
+    "impala_replay": (IMPALA, 4),
+    "impala_continuous_action": (IMPALA | {"env_id": "Pendulum-v1"}, 3),
+}
+
+
+WORDS = {  # what the losses call observations and ratios
+    "ppo": {"OBS": "batch.obs", "KEPT": "ratio.detach()"},
+    "impala": {"OBS": 'batch["obs"]', "KEPT": "log_rho.exp().detach()"},
 }
 
 
@@ -46,7 +75,10 @@ def copy_of(script: str, edits: list[tuple[str, str]], folder: Path, obs_size: i
     """my_<script>.py in `folder`, each edit (pattern, replacement) made at least once, as a module."""
     source = Path(cleanmarl.__file__).with_name(f"{script}.py").read_text()
     for pattern, replacement in edits:
-        source, count = re.subn(pattern, replacement.replace("OBS", str(obs_size)), source)
+        words = WORDS["impala" if script.startswith("impala") else "ppo"] | {"SIZE": str(obs_size)}
+        for word, text in words.items():
+            replacement = replacement.replace(word, text)
+        source, count = re.subn(pattern, replacement, source)
         assert count, f"{script}.py has nothing like {pattern}"
     path = folder / f"my_{script}.py"
     path.write_text(source)

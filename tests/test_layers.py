@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.layers import (
+    AgentIds,
+    Recurrent,
+    RunningMeanStd,
+    StackedGRU,
+    StackedLinear,
+    StackedLSTM,
+    as_numpy,
+    clip_grad_norms_,
+)
 
 A, D, H, K = 3, 5, 8, 4
 
@@ -192,3 +201,81 @@ def test_an_unknown_module_acts_by_torch_on_its_own():
     out = as_numpy(network)(x)
     assert isinstance(out, np.ndarray)
     np.testing.assert_allclose(out, network(torch.from_numpy(x)).detach().numpy())
+
+
+@pytest.mark.parametrize("num_networks", [1, A])
+@pytest.mark.parametrize("cell, theirs", [(StackedGRU, nn.GRU), (StackedLSTM, nn.LSTM)])
+def test_cells_are_those_of_torch_and_forget_where_they_are_told_to(cell, theirs, num_networks):
+    T, N = 6, 4
+    layer, x = cell(num_networks, D, H).double(), torch.randn(T * N, A, D, dtype=torch.float64)
+    state, forget = torch.randn(N, A, layer.memory_size, dtype=torch.float64), torch.rand(T * N, A) < 0.3
+    output, states = layer(x, state, forget)
+    gradient = dict(zip(("ih", "hh"), torch.autograd.grad(output.sum(), (layer.weight_ih, layer.weight_hh))))
+    expected = {name: torch.zeros_like(g) for name, g in gradient.items()}
+    assert forget.any() and torch.equal(output, states[..., :H])
+    for a in range(A):
+        m, rnn, now, outputs = a % num_networks, theirs(D, H).double(), state[None, :, a], []
+        for name in gradient:
+            getattr(rnn, f"weight_{name}_l0").data = getattr(layer, f"weight_{name}")[m].T.detach().clone()
+            getattr(rnn, f"bias_{name}_l0").data = getattr(layer, f"bias_{name}")[m, 0].detach().clone()
+        for t in range(T):
+            rows = slice(t * N, t * N + N)
+            before = tuple(part.contiguous() for part in now.chunk(2, -1)) if theirs is nn.LSTM else now
+            out, now = rnn(x[None, rows, a], before)
+            now = torch.cat(now, -1) if theirs is nn.LSTM else now
+            torch.testing.assert_close(states[rows, a], now[0])
+            now = now * ~forget[rows, a, None]
+            outputs.append(out)
+        for name in gradient:
+            weight = getattr(rnn, f"weight_{name}_l0")
+            expected[name][m] += torch.autograd.grad(torch.cat(outputs).sum(), weight, retain_graph=True)[0].T
+    for name in gradient:
+        torch.testing.assert_close(gradient[name], expected[name])
+
+
+def test_cells_start_as_torch_cells_do():
+    torch.manual_seed(0)
+    layer, theirs = StackedGRU(50, 20, 100), nn.GRU(20, 100)
+    for name, parameter in layer.named_parameters():
+        expected = getattr(theirs, f"{name}_l0")
+        assert parameter[0].numel() == expected.numel() and parameter.abs().max() <= 0.1
+        assert abs(parameter.std() / 0.1 * 3**0.5 - 1) < 0.03  # uniform in +-1 / sqrt(100)
+
+
+CELLS = {
+    "gru": lambda: [StackedGRU(A, H, H)],
+    "lstm": lambda: [StackedLSTM(1, H, H)],
+    "two": lambda: [StackedLSTM(A, H, 6), StackedLinear(1, 6, H), nn.Tanh(), StackedGRU(1, H, H)],
+}
+
+
+@pytest.mark.parametrize("other", [*KNOWN, *UNKNOWN])
+@pytest.mark.parametrize("cells", CELLS)
+def test_remembering_in_numpy_is_remembering_in_torch(cells, other):
+    torch.manual_seed(0)
+    first, second = (KNOWN | UNKNOWN)[other](), (KNOWN | UNKNOWN)[other]()
+    rest = first, *CELLS[cells](), second, StackedLinear(1, H, K)
+    network = Recurrent(AgentIds(A), StackedLinear(A, D + A, H), *rest).eval()
+    T, N = 5, 4
+    x, memory = torch.randn(T * N, A, D), torch.randn(N, A, network.memory_size)
+    forget = torch.rand(T * N, A) < 0.3
+    with torch.no_grad():
+        outputs, memories = network(x, memory, forget)
+    act, now = as_numpy(network), memory.numpy()
+    for t in range(T):
+        rows = slice(t * N, t * N + N)
+        output, now = act(x[rows].numpy(), now)
+        np.testing.assert_allclose(output, outputs[rows], atol=1e-5, rtol=1e-4)
+        np.testing.assert_allclose(now, memories[rows], atol=1e-5, rtol=1e-4)
+        now = now * ~forget[rows, :, None].numpy()
+
+
+def test_known_cells_are_not_run_by_torch_and_watched_ones_are(monkeypatch):
+    x, memory = np.ones((2, A, H), np.float32), np.zeros((2, A, 2 * H), np.float32)
+    plain, watched = Recurrent(StackedLSTM(A, H, H)), Recurrent(StackedLSTM(A, H, H))
+    watched[0].register_forward_hook(lambda module, args, out: (out[0] + 1, out[1]))
+    act, act_watched = as_numpy(plain), as_numpy(watched)
+    output, after = act_watched(x, memory)
+    np.testing.assert_allclose(output, after[..., :H] + 1)
+    monkeypatch.setattr(nn.Module, "__call__", None)
+    assert act(x, memory)[1].shape == (2, A, 2 * H)

@@ -169,6 +169,8 @@ def make_rollout(script, args, envs):
     else:
         sizes |= {"D": obs_space.shape[0], "K": int(space.n) if hasattr(space, "n") else space.shape[0]}
         sizes |= {"C": space.shape[0]} if space.shape else {}
+    if hasattr(args, "cell"):  # what an LSTM remembers is its output and its cell
+        sizes["H"] = args.hidden_dim * {"gru": 1, "lstm": 2}[args.cell]
     given = {"obs": obs_space} if len(obs_space.shape) > 2 else {}
     if hasattr(envs, "single_state_space"):
         given = {"obs": obs_space, "state": envs.single_state_space}
