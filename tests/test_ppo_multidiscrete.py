@@ -98,6 +98,31 @@ def test_two_updates(tmp_path, env_id):
     assert np.isfinite(points["train/policy_loss"] + points["train/value_loss"] + points["train/entropy"]).all()
 
 
+class Lock(gym.Env):
+    """Gymnasium's own MultiDiscrete: a reward for each of two dials that stands where the observation says."""
+
+    observation_space, action_space = gym.spaces.Box(0, 4, (2,), np.float32), gym.spaces.MultiDiscrete([5, 3])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.wanted = self.np_random.integers([5, 3])
+        return self.wanted.astype(np.float32), {}
+
+    def step(self, action):
+        assert action.dtype.kind == "i" and self.action_space.contains(action)
+        reward = float((action == self.wanted).sum())
+        return *self.reset()[:1], reward, False, False, {}
+
+
+gym.register("Lock-v0", Lock, max_episode_steps=10)
+
+
+def test_gymnasiums_multidiscrete_actions_are_learned(tmp_path):
+    points = curves(main(small(tmp_path, env_id="Lock-v0", total_timesteps=8192, learning_rate=3e-3, eval_episodes=0)))
+    rewards = points["rollout/ep_reward"]
+    assert rewards[0] < 7 and np.mean(rewards[-5:]) > 11  # random: 10 * (1/5 + 1/3)
+
+
 # proves multidiscrete-1
 @pytest.mark.parametrize("env_id", ["Cleaner-v0", "JobShop-v0"])
 def test_ratio_is_one_on_the_first_minibatch(tmp_path, env_id):
@@ -138,7 +163,10 @@ def test_resume_continues_and_enjoy_plays(tmp_path):
     assert enjoy.main(enjoy.Args(folder, episodes=2, greedy=True))["eval/ep_length"] >= 1
 
 
-@pytest.mark.parametrize("env_id, message", [("Pong-v5", "actions of several integers"), ("Cleane-v0", "Cleaner-v0")])
+@pytest.mark.parametrize(
+    "env_id, message",
+    [("Pong-v5", "actions of several integers"), ("Cleane-v0", "Cleaner-v0"), ("CartPole-v1", "Discrete(2)")],
+)
 def test_other_tasks_are_refused_in_one_line(tmp_path, env_id, message):
     command = [sys.executable, "cleanmarl/ppo_multidiscrete.py", "--env-id", env_id, "--runs-dir", tmp_path / "runs"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
