@@ -7,36 +7,40 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_maddpg import CPU, SMALL, Toy, curves, double, played
+from test_maddpg import CPU, SMALL, played, world
+from toys import double, scalars
 
 from cleanmarl import enjoy, maddpg_lstm, maddpg_lstm_multienvs
-from cleanmarl.run import evaluate, launch, load_checkpoint
+from cleanmarl.cli import launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import as_numpy
+from cleanmarl.run import load_checkpoint
 
 SCRIPTS = [maddpg_lstm, maddpg_lstm_multienvs]
 
 
 def case(script, individual=True, **changes):
     args = script.Args(individual_critics=individual, **changes)
-    agent, critic, buffer = played(script, Toy(3), args, scale=3)
+    agent, critic, buffer = played(script, world(3), args, scale=3)
     return args, agent, critic, double(buffer.sample(5, CPU))
 
 
 def step_by_step(agent, obs, tbptt):
-    """Outputs (B, T, A, K) of the actor by nn.LSTMCell, one agent, one step and one layer after another."""
-    lstm, (B, T, A, _) = agent.lstm, obs.shape
-    outputs = torch.zeros(B, T, A, agent.head.out_features, dtype=obs.dtype)
-    for a in range(A):
-        state = [torch.zeros(2, B, lstm.hidden_size, dtype=obs.dtype) for _ in range(lstm.num_layers)]
-        for t in range(T):
+    """Outputs (B, T, A, K) of the actor by torch.lstm_cell, one agent, one step and one layer after another."""
+    ids, first, relu, *lstms, _, last = agent.actor
+    outputs = []
+    for a in range(obs.shape[2]):
+        state = [obs.new_zeros(2, len(obs), lstm.size_hidden) for lstm in lstms]
+        for t in range(obs.shape[1]):
             if t % tbptt == 0:
                 state = [s.detach() for s in state]
-            x = agent.encoder(torch.cat([obs[:, t, a], agent.ids[a].expand(B, -1)], dim=-1))
-            for k in range(lstm.num_layers):
-                weights = [getattr(lstm, f"{name}_l{k}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-                h, c = torch.lstm_cell(x, tuple(state[k]), *weights)
-                state[k], x = torch.stack([h, c]), h
-            outputs[:, t, a] = agent.head(x.relu())
-    return outputs
+            x = relu(first(ids(obs[:, t])[:, a]))
+            for k, lstm in enumerate(lstms):
+                weights = lstm.weight_ih[0].T, lstm.weight_hh[0].T, lstm.bias_ih[0, 0], lstm.bias_hh[0, 0]
+                state[k] = torch.stack(torch.lstm_cell(x, tuple(state[k]), *weights))
+                x = state[k][0]
+            outputs.append(last(x.relu()))
+    return torch.stack(outputs).unflatten(0, (obs.shape[2], -1)).permute(2, 1, 0, 3)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -51,8 +55,11 @@ def test_truncated_back_propagation_is_that_of_a_loop_over_time(script, num_laye
     logits = step_by_step(agent, obs, tbptt).masked_fill(~mask, -1e8)
     torch.testing.assert_close(agent.logits(obs, mask), logits)
     torch.manual_seed(1)
-    q = critic.with_own_action(batch.state[:, :-1], batch.action, F.gumbel_softmax(logits))
-    theirs = -(q * batch.alive).sum() / batch.alive.sum()
+    own, total = F.gumbel_softmax(logits), 0
+    for i in range(3):
+        joint = torch.stack([(own if j == i else batch.action)[:, :, j] for j in range(3)], dim=2)
+        total += (critic(batch.state[:, :-1], joint[:, :, None])[..., i] * batch.alive[..., i]).sum()
+    theirs = -total / batch.alive.sum()
     torch.testing.assert_close(ours, theirs)
     parameters = list(agent.parameters())
     for a, b in zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters)):
@@ -61,15 +68,12 @@ def test_truncated_back_propagation_is_that_of_a_loop_over_time(script, num_laye
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_chunks_as_long_as_the_episode_are_full_back_propagation(script):
-    """nn.LSTM over whole episodes has the gradient of tbptt >= T, and not that of tbptt < T."""
+    """The gradient of tbptt >= T is that of whole episodes, that of tbptt < T is not."""
     _, agent, _, batch = case(script)
     obs, mask = batch.obs[:, :-1], batch.action_mask[:, :-1]
-    parameters = list(agent.parameters())
-    features = torch.cat([obs, agent.ids.expand(*obs.shape[:-1], -1)], dim=-1)
-    hidden = agent.encoder(features).permute(0, 2, 1, 3).reshape(-1, obs.shape[1], 32)
-    output = agent.lstm(hidden)[0].reshape(len(obs), 3, obs.shape[1], 32).permute(0, 2, 1, 3)
-    weight = torch.rand_like(batch.action)
-    full = torch.autograd.grad((agent.head(output.relu()).masked_fill(~mask, 0) * weight).sum(), parameters)
+    parameters, weight = list(agent.parameters()), torch.rand_like(batch.action)
+    logits = step_by_step(agent, obs, 1000)
+    full = torch.autograd.grad((logits.masked_fill(~mask, 0) * weight).sum(), parameters)
     for tbptt, is_full in ((obs.shape[1], True), (10, True), (obs.shape[1] - 1, False), (1, False)):
         agent.tbptt = tbptt
         loss = (agent.logits(obs, mask).masked_fill(~mask, 0) * weight).sum()
@@ -82,13 +86,12 @@ def test_chunks_as_long_as_the_episode_are_full_back_propagation(script):
 def test_the_actor_that_acts_is_the_actor_that_learns(script, num_layers):
     _, agent, _, batch = case(script, actor_num_layers=num_layers)
     learner = agent.logits(batch.obs, torch.ones_like(batch.action_mask)).detach()
-    actor, state = script.numpy_actor(agent), script.first_state(agent, 5)
-    assert state.shape == (2, num_layers, 5, 3, 32)
-    state = state.astype(np.float64)
+    actor, memory = as_numpy(agent.actor), script.first_memory(agent, 5, 3).astype(np.float64)
+    assert memory.shape == (5, 3, 2 * num_layers * 32)
     for t in range(batch.obs.shape[1]):
-        logits, state = actor(batch.obs[:, t].numpy(), state)
+        logits, memory = actor(batch.obs[:, t].numpy(), memory)
         np.testing.assert_allclose(logits, learner[:, t], rtol=1e-9)
-    assert abs(state).max() > 0.1
+    assert abs(memory).max() > 0.1
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -99,14 +102,14 @@ def test_target_actor_sees_the_first_observation(script):
     torch.manual_seed(1)
     ours = script.critic_targets(agent, critic, batch, 0.99)
     torch.manual_seed(1)
-    q = critic(batch.state[:, 1:], F.gumbel_softmax(logits[:, 1:], hard=True))
+    q = critic(batch.state[:, 1:], F.gumbel_softmax(logits[:, 1:], hard=True)[:, :, None])
     torch.testing.assert_close(ours, batch.reward + 0.99 * batch.goes_on * q)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_padding_and_dead_agents_add_nothing(script):
     args, agent, critic, batch = case(script)
-    lengths = batch.alive.any(-1).sum(1, keepdim=True)
+    lengths = batch.alive[..., 0].sum(1, keepdim=True)
     rows = torch.arange(batch.obs.shape[1]) > lengths
     dead = (1 - batch.alive) * batch.alive.any(-1, keepdim=True)
     obs = batch.obs + 1e3 * rows[..., None, None]
@@ -131,18 +134,18 @@ def test_padding_and_dead_agents_add_nothing(script):
 def test_policy_forgets_at_the_start_of_an_episode(script):
     _, agent, _, _ = case(script)
     agent = agent.float()
-    envs = Toy(4)
+    envs = world(4)
     obs, info = envs.reset()
-    actor = script.numpy_actor(agent)
+    actor = as_numpy(agent.actor)
     policy, rng = script.make_policy(agent), np.random.default_rng(0)
-    state, logits = script.first_state(agent, 4), None
+    memory = script.first_memory(agent, 4, 3)
     done = np.ones(4, bool)
     for _ in range(20):
         obs = rng.normal(size=obs.shape).astype(np.float32)
         action = policy(obs, info, done)
         for i in np.flatnonzero(done):
-            state[:, :, i] = 0
-        logits, state = actor(obs, state)
+            memory[i] = 0
+        logits, memory = actor(obs, memory)
         np.testing.assert_array_equal(action, np.where(info["action_mask"], logits, -np.inf).argmax(-1))
         done = rng.random(4) < 0.3
     assert policy(obs[:2], {"action_mask": info["action_mask"][:2]}, np.ones(2, bool)).shape == (2, 3)
@@ -151,18 +154,16 @@ def test_policy_forgets_at_the_start_of_an_episode(script):
 def test_state_is_zero_where_an_episode_begins(monkeypatch):
     """Without noise, all episodes of Toy are alike to a policy that has forgotten the last one."""
     monkeypatch.setattr(maddpg_lstm, "gumbel_noise", lambda *shape: 0)
-    _, _, buffer = played(maddpg_lstm, Toy(1), maddpg_lstm.Args(individual_critics=True), num_episodes=3, scale=3)
-    action = buffer.episodes.action[:3, :4]
-    np.testing.assert_array_equal(action, np.repeat(action[:1], 3, axis=0))
+    _, _, buffer = played(maddpg_lstm, world(1), maddpg_lstm.Args(individual_critics=True), num_episodes=3, scale=3)
+    first, *others = (episode.action for episode in buffer.episodes)
+    assert len(others) == 2 and all(np.array_equal(action, first) for action in others)
 
 
-@pytest.mark.parametrize("env_id", ["mpe/simple_spread_v3", "matrix/climbing", "toy"])
-def test_two_updates_and_what_they_leave_behind(env_id, tmp_path, monkeypatch):
-    if env_id == "toy":
-        monkeypatch.setattr(maddpg_lstm, "make", lambda env_id, num_envs, **options: Toy(num_envs))
+@pytest.mark.parametrize("env_id", ["mpe/simple_spread_v3", "matrix/climbing", "toy/each?varied=True"])
+def test_two_updates_and_what_they_leave_behind(env_id, toy, tmp_path):
     args = maddpg_lstm.Args(env_id=env_id, **SMALL | {"total_timesteps": 150}, tbptt=3, runs_dir=str(tmp_path))
     folder = maddpg_lstm.main(args)
-    saved, points = load_checkpoint(folder), curves(folder)
+    saved, points = load_checkpoint(folder), scalars(folder)
     num_updates = saved["num_episodes"] - 3
     assert saved["step"] >= 150 and saved["modules"]["critic"]["num_updates"] == num_updates > 0
     # one step of the optimizer for a whole batch of episodes, whatever tbptt is
@@ -176,7 +177,7 @@ def test_two_updates_and_what_they_leave_behind(env_id, tmp_path, monkeypatch):
 def test_same_seed_same_losses_and_resume(tmp_path):
     args = maddpg_lstm.Args(**SMALL, runs_dir=str(tmp_path))
     folder = maddpg_lstm.main(args)
-    first, second = curves(folder), curves(maddpg_lstm.main(args))
+    first, second = scalars(folder), scalars(maddpg_lstm.main(args))
     for tag in ("train/critic_loss", "train/actor_loss", "rollout/ep_reward", "eval/ep_reward"):
         assert first[tag] == second[tag]
     maddpg_lstm.main(dataclasses.replace(args, resume=folder, total_timesteps=800))
@@ -189,11 +190,10 @@ def test_same_seed_same_losses_and_resume(tmp_path):
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--env-id mpe/simple_spread_v3?continuous_actions=True", "try maddpg_continuous_action.py"),
+        ("--env-id mpe/simple_spread_v3?continuous_actions=True", "try a ..._continuous_action.py"),
         ("--tbptt 0", "--tbptt must be greater than 0, not 0"),
         ("--actor-num-layers 0", "--actor-num-layers must be greater than 0"),
         ("--batch-size 20 --buffer-size 10", "--batch-size 20 episodes do not fit into --buffer-size 10"),
-        ("--polyak 0", "--polyak must be in (0, 1], not 0.0"),
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)
