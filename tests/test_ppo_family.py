@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from optional import need
-from test_maddpg_family import code
+from toys import code
 
 PPO = {  # script: what its environment needs
     "ppo": [],
@@ -32,16 +32,18 @@ IMPALA = ["impala", "impala_continuous_action", "impala_atari_envpool"]
     "scripts, names",
     [
         ([*PPO, "ppo_selfplay"], ["gae", "layer_init"]),
+        ([*VECTORS[:2], *COMPONENTS, *FRAMES, "ppo_atari_lstm", "ppo_selfplay"], ["gumbel_noise"]),
         ([*VECTORS, *COMPONENTS, *FRAMES[:3]], ["update"]),
-        (VECTORS[:2], ["collect", "estimate", "ppo_loss"]),
-        (COMPONENTS, ["collect", "estimate", "ppo_loss"]),
-        (FRAMES, ["estimate", "ppo_loss", "Rollout"]),
-        (["ppo_atari_envpool", "ppo_selfplay"], ["ppo_loss"]),
+        ([*VECTORS, *COMPONENTS], ["estimate", "Rollout"]),
+        (VECTORS[:2], ["Args", "collect", "ppo_loss", "make_policy", "main"]),
+        (COMPONENTS, ["collect", "ppo_loss", "make_policy", "main"]),
+        (FRAMES, ["estimate", "ppo_loss", "Rollout", "make_policy"]),
+        (FRAMES[1:], ["collect"]),
+        (["ppo_atari_envpool", "ppo_selfplay"], ["ppo_loss", "make_policy"]),
         (["ppo_continuous_action", "ppo_procgen"], ["RunningMeanStd"]),
-        ([*IMPALA, "impala_ray"], ["vtrace"]),
-        (IMPALA, ["send", "receive"]),
-        (IMPALA[:2], ["Cutter", "Replay", "copy_steps", "act", "update"]),
-        (["impala", "impala_atari_envpool"], ["Actors"]),
+        ([*IMPALA, "impala_ray", "impala_replay"], ["vtrace"]),
+        (IMPALA, ["update"]),
+        (["impala", "impala_ray"], ["Agent", "Player", "impala_loss"]),
     ],
 )
 def test_copies_are_copies(scripts, names):

@@ -1,5 +1,6 @@
 """What many tests share: a small environment of known rules, a run that only counts, rollouts, and a few finders."""
 
+import ast
 import inspect
 import re
 import time
@@ -183,6 +184,15 @@ def make_rollout(script, args, envs):
         array = np.full(shape, fill, dtype or np.float32)
         arrays[name] = array if kind == "ndarray" else torch.from_numpy(array)
     return script.Rollout(**arrays)
+
+
+def code(thing) -> str:
+    """The source of a function or class without docstrings and comments."""
+    tree = ast.parse(inspect.getsource(thing))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.unparse(tree)
 
 
 def find(kind, result):
