@@ -1,48 +1,44 @@
 """impala_atari_envpool.py: networks, LSTM, what the actor writes down, the loss, the processes, the run."""
 
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import scalars
 
 from cleanmarl import enjoy
 from cleanmarl import impala_atari_envpool as impala
+from cleanmarl.actors import Actors
+from cleanmarl.cli import launch
 from cleanmarl.envs.pool import EnvPool
-from cleanmarl.run import EVAL_SEED, launch, load_checkpoint
+from cleanmarl.run import EVAL_SEED, load_checkpoint
 
 pytest.importorskip("envpool")
 SMALL = {"num_actors": 0, "total_timesteps": 32, "num_envs": 2, "unroll_length": 8, "eval_episodes": 0, "shallow": True}
 
 
 def learned(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("time/")]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    return {tag: points for tag, points in scalars(folder).items() if not tag.startswith("time/")}
 
 
-def new_slot(envs, args):
-    return np.zeros(1, impala.slot_dtype(envs, args))[0]
+def new_unrolls(envs, args):
+    return np.zeros(args.num_envs, impala.unroll_dtype(envs, args))
 
 
-def play(args, num_slots=1, sharp=30):
-    """An agent whose policy is far from uniform, and copies of the slots that its player filled."""
+def play(args, times=1, sharp=30):
+    """An agent whose policy is far from uniform, and the unrolls that its player played, time after time."""
     torch.manual_seed(0)
     player = impala.Player(args, 0, 0)
     agent = impala.Agent(player.envs, args)
     with torch.no_grad():
         agent.actor.weight *= sharp
-    slots = []
-    for _ in range(num_slots):
-        slot = new_slot(player.envs, args)
-        player.play(agent, slot)
-        slots.append(slot)
-    return agent, player, slots
+    played = [new_unrolls(player.envs, args) for _ in range(times)]
+    for unrolls in played:
+        player.play(agent, unrolls)
+    return agent, player, played
 
 
 def forward(agent, unrolls):
@@ -50,6 +46,7 @@ def forward(agent, unrolls):
     return agent(*(torch.from_numpy(unrolls[name].swapaxes(0, 1).copy()) for name in names))
 
 
+# proves impala-10
 @pytest.mark.parametrize("lstm", [False, True])
 def test_networks_are_the_papers(lstm):
     """Sizes of figure 3: the deep one has 15 convolutions, the shallow one 2; both 256 units, the LSTM 256."""
@@ -105,13 +102,12 @@ def test_the_lstm_forgets_at_starts_and_sees_the_last_action_and_reward():
 def test_the_unroll_is_what_happened_and_the_learner_sees_it_as_the_actor_did(lstm):
     """Breakout: lives are lost; ratios are 1, so states, starts, actions and rewards are all in place."""
     args = impala.Args(**SMALL | {"env_id": "Breakout-v5", "unroll_length": 60, "lstm": lstm})
-    agent, _, slots = play(args, 2, sharp=3000)
+    agent, _, played = play(args, 2, sharp=3000)
     envs = impala.make_envs(args, 2)
     rng = np.random.default_rng([args.seed, 0, 0])
     obs, _ = envs.reset(seed=int(rng.integers(2**31)))
     start, ends = np.ones(2, bool), 0
-    for slot in slots:
-        unrolls = slot["unrolls"]
+    for unrolls in played:
         for t in range(60):
             np.testing.assert_array_equal(unrolls["obs"][:, t], obs)
             np.testing.assert_array_equal(unrolls["start"][:, t], start)
@@ -126,10 +122,10 @@ def test_the_unroll_is_what_happened_and_the_learner_sees_it_as_the_actor_did(ls
         log_prob = logits[:-1].log_softmax(-1).numpy()
         chosen = np.take_along_axis(log_prob, unrolls["last_action"].T[1:, :, None], -1)[..., 0]
         np.testing.assert_allclose(unrolls["log_prob"].T, chosen, atol=1e-4)
-        assert abs(stats[3]) < 1e-6 and np.exp(log_prob).max() > 0.3  # not uniform
+        assert abs(stats["approx_kl"]) < 1e-6 and np.exp(log_prob).max() > 0.3  # not uniform
     assert ends >= 3 and state.shape == (2, 2, 256 * lstm)
     if lstm:
-        assert np.abs(slots[0]["unrolls"]["state"]).max() == 0 < np.abs(slots[1]["unrolls"]["state"]).max()
+        assert np.abs(played[0]["state"]).max() == 0 < np.abs(played[1]["state"]).max()
 
 
 def test_a_time_limit_adds_the_value_of_the_last_observation():
@@ -139,11 +135,10 @@ def test_a_time_limit_adds_the_value_of_the_last_observation():
     player.envs = EnvPool("Pong-v5", 2, max_episode_steps=5)  # Pong has no reward so early
     player.obs, _ = player.envs.reset(seed=1)
     agent = impala.Agent(player.envs, args)
-    slot = new_slot(player.envs, args)
-    player.play(agent, slot)
-    unrolls = slot["unrolls"]
+    unrolls = new_unrolls(player.envs, args)
+    player.play(agent, unrolls)
     assert unrolls["start"][0].nonzero()[0].tolist() == [0, 5, 10]
-    assert slot["ep_length"][:, 0].nonzero()[0].tolist() == [4, 9]
+    assert unrolls["ep_length"][0].nonzero()[0].tolist() == [4, 9]
     with torch.no_grad():
         before = {name: unrolls[name][:, 5:10] for name in ("obs", "start", "last_action", "last_reward")}
         inputs = [torch.from_numpy(x.swapaxes(0, 1).copy()) for x in before.values()]
@@ -162,10 +157,9 @@ def test_a_time_limit_adds_the_value_of_the_last_observation():
 def test_loss_is_its_definition():
     """Sums over the batch of the losses in the paper, V-trace in float64 as a sum of products."""
     args = impala.Args(**SMALL | {"env_id": "Breakout-v5", "unroll_length": 40}, rho_clip=1.2, vtrace_lambda=0.95)
-    agent, _, (slot,) = play(args)
+    agent, _, (unrolls,) = play(args)
     with torch.no_grad():
         agent.actor.bias += torch.tensor([0.5, 0.0, -0.5, 0.3])
-    unrolls = slot["unrolls"]
     loss, _ = impala.impala_loss(agent, unrolls, args)
     gradient = torch.autograd.grad(loss, agent.actor.weight)[0]
     logits, value, _ = forward(agent, unrolls)
@@ -243,18 +237,17 @@ def test_actors_act_with_the_version_they_name_and_runs_repeat(tmp_path):
     torch.manual_seed(0)
     envs = impala.make_envs(args, 1)
     agent = impala.Agent(envs, args)
-    published = {0: [p.detach().clone() for p in agent.parameters()]}
-    with closing(impala.Actors(args, agent, envs, 0)) as actors:
-        for version in range(1, 10):
-            ((_, slot),) = actors.take(version - 1)
+    published = []
+    with Actors(impala.Player, args, agent, impala.unroll_dtype(envs, args), 0) as actors:
+        for version in range(10):
+            published.append({name: x.clone() for name, x in agent.state_dict().items()})
+            slot = actors.take(version)
             twin = impala.Agent(envs, args)
-            for parameter, then in zip(twin.parameters(), published[int(slot["version"])]):
-                parameter.data.copy_(then)
-            assert abs(impala.impala_loss(twin, slot["unrolls"], args)[1][3]) < 1e-6
+            twin.load_state_dict(published[int(slot["version"])])
+            assert abs(impala.impala_loss(twin, slot["unrolls"], args)[1]["approx_kl"]) < 1e-6
             with torch.no_grad():
                 agent.actor.bias.copy_(torch.randn(6))
-            actors.publish(version)
-            published[version] = [p.detach().clone() for p in agent.parameters()]
+    assert slot["version"] > 3
     for flags in ({}, {"num_actors": 1, "deterministic": True}):
         flags = SMALL | {"runs_dir": str(tmp_path), "total_timesteps": 64} | flags
         one, same = (learned(impala.main(impala.Args(**flags))) for _ in range(2))
@@ -267,7 +260,6 @@ def test_actors_act_with_the_version_they_name_and_runs_repeat(tmp_path):
         ("--env-id Pog-v5", "envpool has no environment 'Pog-v5'; did you mean"),
         ("--env-id CartPole-v1", "needs an Atari game, such as Pong-v5, and CartPole-v1 is none"),
         ("--rho-clip 0.9", "--rho-clip 0.9 must be at least --c-clip 1.0"),
-        ("--num-actors -1", "--num-actors must be at least 0"),
         ("--total-timesteps 639", "--total-timesteps 639 is less than the 640 steps of one batch"),
     ],
 )

@@ -1,18 +1,20 @@
 """impala_continuous_action.py: loss and statistics against their definitions; what actors get of them; the run."""
 
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import scalars
 
 from cleanmarl import enjoy
 from cleanmarl import impala_continuous_action as impala
-from cleanmarl.run import EVAL_SEED, evaluate, launch, load_checkpoint
+from cleanmarl.actors import Actors
+from cleanmarl.cli import launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.run import EVAL_SEED, load_checkpoint
 
 SMALL = {"env_id": "Pendulum-v1", "num_actors": 0, "total_timesteps": 128, "num_envs": 4, "unroll_length": 16}
 SMALL |= {"eval_episodes": 0}
@@ -36,38 +38,32 @@ gym.register("Target-v0", Target, max_episode_steps=20)
 
 
 def learned(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("time/")]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
-
-
-def new_slot(envs, args):
-    return np.zeros(1, impala.slot_dtype(envs, args))[0]
+    return {tag: points for tag, points in scalars(folder).items() if not tag.startswith("time/")}
 
 
 def play(args):
     torch.manual_seed(0)
     player = impala.Player(args, 0, 0)
     agent = impala.Agent(player.envs, args)
-    slot = new_slot(player.envs, args)
-    player.play(agent, slot)
-    return agent, player, slot
+    unrolls = np.zeros(args.num_envs, impala.unroll_dtype(player.envs, args))
+    player.play(agent, unrolls)
+    return agent, player, unrolls
 
 
+# proves continuous-6, continuous-8
 def test_statistics_are_those_of_all_observations_and_returns_so_far():
-    args = impala.Args(**SMALL | {"unroll_length": 130})  # Pendulum's episodes take 200 steps
-    agent, player, slot = play(args)
+    args = impala.Args(**SMALL | {"unroll_length": 130}, gamma=0.9)  # Pendulum's episodes take 200 steps
+    agent, player, unrolls = play(args)
     obs, reward, done = [], [], []
     for _ in range(3):
-        agent.observe(0, slot["unrolls"], 0.9)
-        obs.append(slot["unrolls"]["obs"][:, :-1].copy())
-        reward.append(slot["unrolls"]["reward"].copy())
-        done.append(slot["unrolls"]["truncation"].copy())
-        player.play(agent, slot)
+        agent.observe(unrolls)
+        obs.append(unrolls["obs"][:, :-1].copy())
+        reward.append(unrolls["reward"].copy())
+        done.append(unrolls["truncation"].copy())
+        player.play(agent, unrolls)
     obs, reward, done = np.concatenate(obs, 1).reshape(-1, 3), np.concatenate(reward, 1), np.concatenate(done, 1)
-    np.testing.assert_allclose(agent.obs_mean, obs.mean(0, np.float64), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(agent.obs_std, obs.std(0, dtype=np.float64), rtol=1e-4)
+    np.testing.assert_allclose(agent.obs_stats.mean[0], obs.mean(0, np.float64), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(agent.obs_stats.std[0], obs.std(0, dtype=np.float64), rtol=1e-4)
     returns = np.zeros((4, 390))
     for n in range(4):
         return_ = 0.0
@@ -75,42 +71,30 @@ def test_statistics_are_those_of_all_observations_and_returns_so_far():
             return_ = 0.9 * return_ + reward[n, t]
             returns[n, t] = return_
             return_ *= not done[n, t]
-    assert done.any() and agent.return_stats.std == pytest.approx(returns.std(), rel=1e-4)
+    assert done.any() and agent.return_stats.std.item() == pytest.approx(returns.std(), rel=1e-4)
+    rewards = torch.tensor([1.0, -2.0, 1e9])
+    scaled = agent.scale_reward(rewards).flatten().tolist()
+    assert scaled == pytest.approx([1 / returns.std(), -2 / returns.std(), 10], rel=1e-4)
 
 
-def test_returns_of_actors_do_not_mix():
-    args = impala.Args(**SMALL)
-    agent, player, slot = play(args)
-    twin, other = impala.Agent(player.envs, args), slot.copy()
-    player.play(agent, slot)
-    for actor in (0, 1):
-        agent.observe(actor, other["unrolls"], 0.9)
-    for actor in (1, 0):
-        agent.observe(actor, slot["unrolls"], 0.9)
-    unrolls = np.concatenate([other["unrolls"], slot["unrolls"]]).reshape(2, 4)
-    for part in unrolls:
-        twin.observe(0, np.concatenate([part, part]), 0.9)
-    assert agent.return_stats.std == pytest.approx(twin.return_stats.std, rel=1e-6)
-
-
+# proves continuous-1, continuous-5, continuous-7
 def test_log_probs_are_those_of_the_normal_distribution_and_ratios_one():
     """With statistics that matter: those of observations far from standard."""
     args = impala.Args(**SMALL | {"env_id": "Target-v0"})
-    agent, player, slot = play(args)
+    agent, player, unrolls = play(args)
     with torch.no_grad():
         agent.log_std.fill_(-0.7)
-    agent.observe(0, slot["unrolls"], 0.99)
-    player.play(agent, slot)
-    unrolls = slot["unrolls"]
-    obs = torch.from_numpy((unrolls["obs"][:, :-1] - agent.obs_mean.numpy()) / agent.obs_std.numpy())
+    agent.observe(unrolls)
+    player.play(agent, unrolls)
+    obs = torch.from_numpy((unrolls["obs"][:, :-1] - agent.obs_stats.mean.numpy()) / agent.obs_stats.std.numpy())
     assert abs(obs.mean()) < 0.5 and 0.5 < obs.std() < 2
-    normal = torch.distributions.Normal(agent.actor(obs.clamp(-10, 10)), agent.log_std.exp())
+    normal = torch.distributions.Normal(agent.actor[1:](obs.clamp(-10, 10)), agent.log_std.exp())
     log_prob = normal.log_prob(torch.from_numpy(unrolls["action"])).sum(-1).detach()
     np.testing.assert_allclose(unrolls["log_prob"], log_prob, atol=1e-4)
     noise = (torch.from_numpy(unrolls["action"]) - normal.mean) / normal.stddev
     assert abs(noise.mean()) < 0.3 and 0.7 < noise.std() < 1.3
-    _, stats, _ = impala.impala_loss(agent, unrolls, torch.ones(4), args)
-    assert abs(stats[3]) < 1e-6
+    _, stats = impala.impala_loss(agent, unrolls, args)
+    assert abs(stats["approx_kl"]) < 1e-6
     assert np.abs(unrolls["action"]).max() > 1  # as sampled, not as clipped
 
 
@@ -135,28 +119,28 @@ def vtrace_by_definition(log_rho, reward, value, next_value, done, args):
 def test_loss_is_its_definition():
     """Step by step in float64, on a run's second unrolls, by a policy that has changed since."""
     args = impala.Args(**SMALL | {"unroll_length": 30, "env_id": "Target-v0"}, vtrace_lambda=0.9, ent_coef=0.1)
-    agent, _, slot = play(args)
-    agent.observe(0, slot["unrolls"], args.gamma)
+    agent, _, unrolls = play(args)
+    agent.observe(unrolls)
     with torch.no_grad():
         agent.actor[-1].weight *= 30
         agent.log_std += 0.1
-    unrolls, weight = slot["unrolls"], torch.tensor([1.0, 0.5, 0.2, 0.7])
-    loss, _, _ = impala.impala_loss(agent, unrolls, weight, args)
+    loss, _ = impala.impala_loss(agent, unrolls, args)
     gradients = torch.autograd.grad(loss, list(agent.parameters()))
 
+    scale = agent.return_stats.std.item()
     agent, total = agent.double(), 0
-    mean, std, scale = agent.obs_mean.double(), agent.obs_std.double(), agent.return_stats.std
-    for unroll, w in zip(unrolls, weight):
+    mean, std = agent.obs_stats.mean[0], agent.obs_stats.std[0]
+    for unroll in unrolls:
         obs, final_obs = (((torch.from_numpy(unroll[x]) - mean) / std).clamp(-10, 10) for x in ("obs", "final_obs"))
-        normal = torch.distributions.Normal(agent.actor(obs[:-1]), agent.log_std.exp())
+        normal = torch.distributions.Normal(agent.actor[1:](obs[:-1]), agent.log_std.exp())
         log_prob = normal.log_prob(torch.from_numpy(unroll["action"])).sum(-1)
-        value, done = agent.critic(obs)[:, 0], unroll["truncation"]
-        v, final_value = value.detach().numpy(), agent.critic(final_obs)[:, 0].detach().numpy()
+        value, done = agent.critic[1:](obs)[:, 0], unroll["truncation"]
+        v, final_value = value.detach().numpy(), agent.critic[1:](final_obs)[:, 0].detach().numpy()
         log_rho = log_prob.detach().numpy() - unroll["log_prob"]
         steps = log_rho, (unroll["reward"] / scale).clip(-10, 10), v[:-1], np.where(done, final_value, v[1:]), done
         targets, advantages = (torch.from_numpy(x) for x in vtrace_by_definition(*steps, args))
         policy, error = -(log_prob * advantages).mean(), 0.5 * (value[:-1] - targets).square().mean()
-        total = total + w / 4 * (policy + args.vf_coef * error)
+        total = total + 1 / 4 * (policy + args.vf_coef * error)
         assert done.sum() == 1 and np.abs(log_rho).max() > 0.1
     total = total - args.ent_coef * normal.entropy()[0].sum()
     torch.testing.assert_close(loss.double(), total, atol=1e-4, rtol=1e-4)
@@ -169,22 +153,18 @@ def test_actors_get_the_statistics_with_the_parameters():
     args = impala.Args(**SMALL | {"num_actors": 1})
     torch.manual_seed(0)
     envs = impala.make_envs(args, 1)
-    agent = impala.Agent(envs, args)
-    copy = torch.nn.utils.parameters_to_vector
-    published = {0: copy([*agent.parameters(), *agent.buffers()]).detach().clone()}
-    with closing(impala.Actors(args, agent, envs, 0)) as actors:
-        for version in range(1, 15):
-            ((actor, slot),) = actors.take(version - 1)
+    agent, published = impala.Agent(envs, args), []
+    with Actors(impala.Player, args, agent, impala.unroll_dtype(envs, args), 0) as actors:
+        for version in range(15):
+            published.append({name: x.clone() for name, x in agent.state_dict().items()})
+            slot = actors.take(version)
             twin = impala.Agent(envs, args)
-            state = published[int(slot["version"])]
-            torch.nn.utils.vector_to_parameters(state, [*twin.parameters(), *twin.buffers()])
-            assert abs(impala.impala_loss(twin, slot["unrolls"], torch.ones(4), args)[1][3]) < 1e-6
-            agent.observe(actor, slot["unrolls"], args.gamma)
+            twin.load_state_dict(published[int(slot["version"])])
+            assert abs(impala.impala_loss(twin, slot["unrolls"], args)[1]["approx_kl"]) < 1e-6
+            agent.observe(slot["unrolls"])
             with torch.no_grad():
                 agent.actor[-1].weight.normal_()
-            actors.publish(version)
-            published[version] = copy([*agent.parameters(), *agent.buffers()]).detach().clone()
-    assert not torch.equal(published[0][-6:], published[14][-6:])
+    assert slot["version"] > 5 and not torch.equal(published[0]["obs_stats.mean"], published[14]["obs_stats.mean"])
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "HalfCheetah-v5"])
@@ -195,11 +175,11 @@ def test_two_updates_on(env_id, tmp_path):
     folder = impala.main(impala.Args(**flags))
     checkpoint = load_checkpoint(folder)
     agent = checkpoint["modules"]["agent"]
-    assert checkpoint["step"] == 128 and agent["_extra_state"]["obs"]["count"] > 128
-    torch.testing.assert_close(agent["obs_mean"].double(), agent["_extra_state"]["obs"]["mean"], rtol=1e-5, atol=1e-6)
+    assert checkpoint["step"] == 128 and agent["obs_stats.count"] == 128
+    assert torch.equal(agent["obs_stats.mean"], agent["critic.0.mean"])  # one layer of both networks
     impala.main(impala.Args(**flags | {"total_timesteps": 256, "resume": folder}))
     resumed = load_checkpoint(folder)["modules"]
-    assert resumed["agent"]["_extra_state"]["obs"]["count"] > 256
+    assert resumed["agent"]["obs_stats.count"] == 256
     assert resumed["optimizer"]["state"][0]["step"] == 16
 
 
@@ -224,7 +204,7 @@ def test_greedy_play_equals_the_evaluation_of_the_run(tmp_path):
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--env-id CartPole-v1", "needs Box actions and CartPole-v1 has Discrete(2); try impala.py"),
+        ("--env-id CartPole-v1", "needs Box actions and CartPole-v1 has Discrete(2); try the script without"),
         ("--rho-clip 0.9", "--rho-clip 0.9 must be at least --c-clip 1.0"),
         ("--total-timesteps 9", "--total-timesteps 9 is less than the"),
     ],
