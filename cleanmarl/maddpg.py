@@ -277,7 +277,8 @@ def critic_loss(critic: Critic, batch: Batch, target: torch.Tensor) -> torch.Ten
 
 def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> torch.Tensor:
     """Minus the mean value of the living agents' own soft samples; all other actions are those of the buffer."""
-    own_action = F.gumbel_softmax(agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1]), hard=False)
+    logits = agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1])
+    own_action = F.gumbel_softmax(logits, hard=False)  # detail maddpg-2: soft samples train the actor
     is_own = torch.eye(own_action.shape[2], dtype=torch.bool, device=own_action.device)[..., None]  # (A, A, 1)
     # detail maddpg-3: joint action i (B, T, A, A, K) is that of the buffer, but for agent i's own
     action = torch.where(is_own, own_action[:, :, None], batch.action[:, :, None])

@@ -4,66 +4,43 @@ import copy
 import dataclasses
 import sys
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from test_maddpg import CPU, SMALL, Counter, Toy, curves, double, played
+from test_maddpg import CPU, SMALL, played, world
+from toys import HIGH, LOW, Quiet, double, scalars
 
 from cleanmarl import enjoy, maddpg_continuous_action
-from cleanmarl.maddpg_continuous_action import Agent, Args, Buffer, Critic
-from cleanmarl.run import evaluate, launch, load_checkpoint
+from cleanmarl.cli import launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import as_numpy
+from cleanmarl.maddpg_continuous_action import Agent, Args, Buffer
+from cleanmarl.run import load_checkpoint
 
 SPREAD = "mpe/simple_spread_v3?continuous_actions=True"
 
 
-class ContinuousToy(Toy):
-    """Toy with two, four and three real actions, within bounds of their own; the last one has none."""
-
-    def __init__(self, num_envs: int, first: int = 0, shared: bool = False):
-        super().__init__(num_envs, first, shared)
-        low = np.array([[0, -2, -1, -np.inf]] * 3, np.float32)
-        high = np.array([[1, 2, 3, np.inf]] * 3, np.float32)
-        self._set_spaces(
-            num_envs, self.agents, self.obs_sizes, self.action_sizes, 6, gym.spaces.Box(low, high, dtype=np.float32)
-        )
-        self.seen = []
-
-    def step(self, action):
-        assert action.dtype == np.float32 and action.shape == (self.num_envs, 3, 4)
-        assert (action[:, ~self.real_actions] == 0).all(), "an action that does not exist"
-        space = self.single_action_space
-        assert ((action >= space.low) & (action <= space.high))[:, self.real_actions].all()
-        self.seen.append(action)
-        return super().step(self._look()[1]["action_mask"].argmax(-1))  # nothing depends on what they do
-
-
-@pytest.fixture
-def toy(monkeypatch):
-    monkeypatch.setattr(maddpg_continuous_action, "make", lambda env_id, num_envs, **options: ContinuousToy(num_envs))
-    return "toy/toy"
-
-
 def case(individual, **changes):
     args = Args(individual_critics=individual, **changes)
-    agent, critic, buffer = played(maddpg_continuous_action, ContinuousToy(3), args)
+    agent, critic, buffer = played(maddpg_continuous_action, world(3, continuous=True), args)
     return args, agent, critic, double(buffer.sample(5, CPU))
 
 
 def test_actions_reach_the_environment_in_its_unit():
-    envs = ContinuousToy(2)
-    agent = Agent(envs, Args())
-    real, low, high = envs.real_actions, [0, -2, -1], [1, 2, 3]
-    for unit, expected in ((-1.0, low), (1.0, high), (0.0, np.add(low, high) / 2)):
+    envs = world(2, continuous=True)
+    agent, real = Agent(envs, Args()), envs.real_actions
+    for unit in (-1.0, 0.0, 1.0):
         action = agent.env_action(np.full((2, 3, 4), unit) * real)
-        np.testing.assert_allclose(action[:, 1, :3], np.tile(expected, (2, 1)))
-        np.testing.assert_allclose(action[:, 1, 3], unit)  # without bounds
         assert (action[:, ~real] == 0).all()
+        for i, a in zip(*np.nonzero(real)):
+            bounded = np.isfinite(LOW[i, a])
+            expected = (LOW[i, a] + HIGH[i, a]) / 2 + unit * (HIGH[i, a] - LOW[i, a]) / 2 if bounded else unit
+            np.testing.assert_allclose(action[:, i, a], expected, atol=1e-6)
 
 
 def test_exploration_noise_has_its_deviation_and_stays_inside():
-    envs = ContinuousToy(2)
+    envs = world(2, continuous=True)
     agent = Agent(envs, Args(exploration_noise=0.25))
     torch.manual_seed(0)
     noisy = agent.explore(np.zeros((20_000, 3, 4)))
@@ -77,11 +54,12 @@ def test_exploration_noise_has_its_deviation_and_stays_inside():
 
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_the_actor_that_acts_is_the_actor_that_learns(num_layers):
-    envs = ContinuousToy(4)
+    envs = world(4, continuous=True)
     agent = Agent(envs, Args(actor_num_layers=num_layers))
     obs, info = envs.reset()
-    theirs = agent(torch.from_numpy(obs)).detach().numpy()
-    np.testing.assert_allclose(maddpg_continuous_action.numpy_actor(agent)(obs), theirs, rtol=1e-5, atol=1e-6)
+    theirs = agent.action(torch.from_numpy(obs)[None])[0].detach().numpy()
+    ours = as_numpy(agent.actor)(obs) * envs.real_actions
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert (theirs[:, ~envs.real_actions] == 0).all() and abs(theirs).max() <= 1
     policy = maddpg_continuous_action.make_policy(agent, greedy=True)
     np.testing.assert_allclose(policy(obs, info, None), agent.env_action(theirs), rtol=1e-5, atol=1e-6)
@@ -89,22 +67,23 @@ def test_the_actor_that_acts_is_the_actor_that_learns(num_layers):
     assert (noisy != policy(obs, info, None))[:, envs.real_actions].all()
 
 
+# proves maddpg-7
 @pytest.mark.parametrize("individual", [False, True])
 def test_critic_target_is_its_definition(individual):
     args, agent, critic, batch = case(individual)
     ours = maddpg_continuous_action.critic_targets(agent, critic, batch, args.gamma)
     assert set(batch.goes_on.unique().tolist()) == {0, 1} and not ours.requires_grad
     for b, t in np.ndindex(batch.action.shape[:2]):
-        features = torch.cat([batch.obs[b, t + 1], torch.eye(3).double()], dim=-1)
-        next_action = agent.actor(features) * torch.from_numpy(ContinuousToy(1).real_actions)
+        next_action = agent.actor(batch.obs[b, t + 1]) * torch.from_numpy(world(1).real_actions)
         for m in range(ours.shape[-1]):
             x = torch.cat([batch.state[b, t + 1], *next_action])
-            for layer in critic.network:
+            for layer in critic.critic:
                 x = layer(x) if isinstance(layer, nn.ReLU) else x @ layer.weight[m] + layer.bias[m, 0]
             expected = batch.reward[b, t, m] + (0.99 * x[0] if batch.goes_on[b, t, m] else 0)
             torch.testing.assert_close(ours[b, t, m], expected)
 
 
+# proves maddpg-3
 @pytest.mark.parametrize("individual", [False, True])
 def test_actor_gradient_is_that_of_a_loop_over_agents(individual):
     """The deterministic policy gradient: agent i's action from the policy, all others from the buffer."""
@@ -114,10 +93,10 @@ def test_actor_gradient_is_that_of_a_loop_over_agents(individual):
     ours = torch.autograd.grad(loss, parameters)
     theirs = [torch.zeros_like(p) for p in parameters]
     for i in range(3):
-        policy = agent(batch.obs[:, :-1])[:, :, i]
+        policy = agent.action(batch.obs[:, :-1])[:, :, i]
         leaf = policy.detach().requires_grad_()
         joint = torch.stack([leaf if j == i else batch.action[:, :, j] for j in range(3)], dim=2)
-        q = critic(state, joint)[..., i if individual else 0]
+        q = critic(state, joint[:, :, None])[..., i if individual else 0]
         (dq_da,) = torch.autograd.grad((q * batch.alive[..., i]).sum(), leaf)
         for total, g in zip(theirs, torch.autograd.grad((policy * dq_da).sum(), parameters)):
             total -= g / batch.alive.sum()
@@ -126,24 +105,22 @@ def test_actor_gradient_is_that_of_a_loop_over_agents(individual):
 
 
 def test_buffer_keeps_noisy_actions_in_the_policies_unit():
-    envs, run, args = ContinuousToy(3), Counter(), Args(individual_critics=True)
+    envs, run, args = world(3, continuous=True), Quiet(), Args(individual_critics=True)
     torch.manual_seed(0)
     agent, buffer = Agent(envs, args), Buffer(envs, args)
     maddpg_continuous_action.collect(agent, envs, envs.reset(), buffer, run)
-    stored = buffer.episodes.action[0, :4]  # environment 0 ends first
-    assert stored.dtype == np.float32
-    np.testing.assert_allclose(agent.env_action(stored), np.stack(envs.seen)[:4, 0], atol=1e-6)
-    exact = maddpg_continuous_action.numpy_actor(agent)(buffer.episodes.obs[0, :4])
-    assert 0.03 < abs(stored - exact)[:, envs.real_actions].mean() < 0.15
+    episode = buffer.episodes[0]  # environment 0 ends first
+    assert episode.action.dtype == np.float32 and len(episode.action) == 5
+    np.testing.assert_allclose(agent.env_action(episode.action), np.stack(envs.actions)[:5, 0], atol=1e-6)
+    exact = as_numpy(agent.actor)(episode.obs[:5])
+    assert 0.03 < abs(episode.action - exact)[:, envs.real_actions].mean() < 0.15
 
 
-@pytest.mark.parametrize("env_id", [SPREAD, "toy"])
-def test_two_rounds_and_what_they_leave_behind(env_id, toy, tmp_path, monkeypatch):
-    if env_id != "toy":
-        monkeypatch.undo()
+@pytest.mark.parametrize("env_id", [SPREAD, "toy/each?varied=True&continuous=True"])
+def test_two_rounds_and_what_they_leave_behind(env_id, toy, tmp_path):
     args = Args(env_id=env_id, **SMALL | {"total_timesteps": 200}, epochs=2, runs_dir=str(tmp_path))
     folder = maddpg_continuous_action.main(args)
-    saved, points = load_checkpoint(folder), curves(folder)
+    saved, points = load_checkpoint(folder), scalars(folder)
     assert saved["step"] >= 200 and saved["modules"]["critic"]["num_updates"] > 0
     assert all(torch.isfinite(x).all() for x in saved["modules"]["agent"].values())
     names = ["rollout/ep_reward", "train/critic_loss", "train/actor_loss", "train/num_updates", "eval/ep_reward"]
@@ -153,7 +130,7 @@ def test_two_rounds_and_what_they_leave_behind(env_id, toy, tmp_path, monkeypatc
 def test_same_seed_same_losses_and_resume(tmp_path):
     args = Args(**SMALL, runs_dir=str(tmp_path))
     folder = maddpg_continuous_action.main(args)
-    first, second = curves(folder), curves(maddpg_continuous_action.main(args))
+    first, second = scalars(folder), scalars(maddpg_continuous_action.main(args))
     for tag in ("train/critic_loss", "train/actor_loss", "rollout/ep_reward", "eval/ep_reward"):
         assert first[tag] == second[tag]
     maddpg_continuous_action.main(dataclasses.replace(args, resume=folder, total_timesteps=800))
@@ -177,11 +154,10 @@ def test_update_lowers_the_critic_loss_and_raises_the_value():
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--env-id mpe/simple_spread_v3", "try maddpg_multienvs.py, or continuous_actions=True in"),
-        ("--env-id matrix/climbing", "needs continuous actions and those of matrix/climbing are discrete"),
-        ("--exploration-noise -1", "--exploration-noise must be 0 or more"),
+        ("--env-id mpe/simple_spread_v3", "try the script without _continuous_action, or continuous_actions=True in"),
+        ("--env-id matrix/climbing", "matrix/climbing has discrete actions and this script needs continuous ones"),
+        ("--exploration-noise -1", "--exploration-noise must be at least 0"),
         ("--batch-size 20 --buffer-size 10", "--batch-size 20 episodes do not fit into --buffer-size 10"),
-        ("--polyak 0", "--polyak must be in (0, 1], not 0.0"),
     ],
 )
 def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
@@ -191,13 +167,6 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
     line = capsys.readouterr().err
     assert exit_.value.code == 2 and text in line and line.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_individual_and_shared_rewards_are_told_apart():
-    envs = maddpg_continuous_action.make_envs(Args(env_id="mpe/simple_speaker_listener_v4?continuous_actions=True"), 2)
-    assert maddpg_continuous_action.have_shared_reward(envs, seed=1)
-    assert not maddpg_continuous_action.have_shared_reward(maddpg_continuous_action.make_envs(Args(), 2), seed=1)
-    assert Critic(envs, Args(individual_critics=False)).num_networks == 1
 
 
 @pytest.mark.learning

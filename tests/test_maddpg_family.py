@@ -9,10 +9,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from test_maddpg import CPU, SMALL, Toy, recorded
-from test_maddpg_continuous_action import ContinuousToy
+import torch.nn as nn
+from test_maddpg import CPU, SMALL, recorded, world
 
 from cleanmarl import maddpg, maddpg_continuous_action, maddpg_lstm, maddpg_lstm_multienvs, maddpg_multienvs
+from cleanmarl.layers import AgentIds
 from cleanmarl.run import Run, load_checkpoint
 
 VARIANTS = [maddpg_multienvs, maddpg_lstm, maddpg_lstm_multienvs, maddpg_continuous_action]
@@ -32,65 +33,81 @@ def code(thing) -> str:
 
 @pytest.mark.parametrize("script", VARIANTS)
 def test_copied_parts_are_those_that_the_tests_of_maddpg_prove(script):
-    names = ["StackedLinear", "Critic", "mean_of_living", "critic_loss", "descend", "update", "soft_update"]
+    names = ["Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "update", "soft_update"]
     if script is not maddpg_continuous_action:
-        names += ["Episodes", "Batch", "Buffer", "actor_loss", "have_shared_reward", "gumbel_noise"]
+        names += ["Batch", "Buffer", "actor_loss", "gumbel_noise"]
     for name in names:
         assert code(getattr(script, name)) == code(getattr(maddpg, name)), name
-
-
-def batches_of(script, args, envs_class, num_samples):
-    """Samples of a buffer with 7 of the episodes of 40 steps of a toy; the same episodes whatever the script."""
-    buffer = script.Buffer(envs_class(3), args, num_rows=4)
-    add = buffer.add
-    if script is maddpg_continuous_action:  # the actions of `recorded` are discrete
-        buffer.add = lambda obs, info, action, *rest: add(obs, info, np.eye(4, dtype=np.float32)[action], *rest)
-
-    class Script:
-        Buffer = staticmethod(lambda *_, **__: buffer)
-
-    recorded(Script, Toy(3), args, 40)
-    torch.manual_seed(2)
-    return buffer, buffer.sample(num_samples, CPU)
 
 
 @pytest.mark.parametrize("individual", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_buffer_of_continuous_actions_is_that_of_one_hot_ones(individual, normalize):
-    flags = {"individual_critics": individual, "normalize_reward": normalize, "buffer_size": 7}
-    _, ours = batches_of(maddpg_continuous_action, maddpg_continuous_action.Args(**flags), ContinuousToy, 30)
-    _, theirs = batches_of(maddpg, maddpg.Args(**flags), Toy, 30)
-    for name in ours._fields:
-        a, b = getattr(ours, name), getattr(theirs, name)
-        if name == "action":  # the padding is no action in the one, the first action in the other
-            a, b = a * ours.alive[..., None], b * theirs.alive[..., None]
-        assert torch.equal(a, b), name
+    flags = {"individual_critics": individual, "normalize_reward": normalize, "buffer_size": 7, "batch_size": 5}
+    batches = []
+    for script in (maddpg_continuous_action, maddpg):
+        buffer, _ = recorded(script, world(3), script.Args(**flags), 40)
+        torch.manual_seed(2)
+        batches.append(buffer.sample(30, CPU))
+    ours, theirs = batches
+    assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ours._fields)
     assert set(theirs._fields) - set(ours._fields) == {"action_mask"}
 
 
-@pytest.mark.parametrize("script, envs_class", [(maddpg, Toy), (maddpg_continuous_action, ContinuousToy)])
-def test_a_loaded_buffer_goes_on_like_the_one_that_was_saved(script, envs_class):
-    args = script.Args(individual_critics=True, normalize_reward=True, buffer_size=9)
-    buffer, _ = batches_of(script, args, envs_class, 1)
-    loaded = script.Buffer(envs_class(3), args, num_rows=4)
+@pytest.mark.parametrize("script", [maddpg, maddpg_continuous_action])
+def test_a_loaded_buffer_goes_on_like_the_one_that_was_saved(script):
+    args = script.Args(individual_critics=True, normalize_reward=True, buffer_size=9, batch_size=5)
+    buffer, _ = recorded(script, world(3), args, 40)
+    loaded = script.Buffer(world(3), args)
     loaded.load_state_dict(buffer.state_dict())
-    for each in (buffer, loaded):
-        each.t[:] = 0
-        envs = Toy(3)
-        obs, info = envs.reset()
-        for _ in range(6):
-            action = info["action_mask"].argmax(-1)
-            next_obs, reward, termination, truncation, next_info = envs.step(action)
-            stored = np.eye(4, dtype=np.float32)[action] if script is maddpg_continuous_action else action
-            type(each).add(each, obs, info, stored, 10 * reward, termination, truncation, next_info)
-            obs, info = next_obs, next_info
+    buffer.playing = [[] for _ in buffer.playing]  # a resumed run starts new episodes
     batches = []
     for each in (buffer, loaded):
+        envs = world(3)
+        obs, info = envs.reset()
+        for _ in range(7):
+            action = info["action_mask"].argmax(-1)
+            next_obs, reward, termination, truncation, next_info = envs.step(action)
+            stored = np.eye(4, dtype=np.float32)[action]
+            each.add(obs, info, stored, 10 * reward, termination, truncation, next_info)
+            obs, info = next_obs, next_info
         torch.manual_seed(4)
         batches.append(each.sample(30, CPU))
     assert all(torch.equal(a, b) for a, b in zip(*batches))
-    seen = loaded.reward_moments[: loaded.size, 0].sum(0)
-    assert (seen > 0).all() and not np.allclose(loaded.reward_statistics()[0], [1, 2, 3])  # old and new rewards
+    assert not np.allclose(loaded.reward_statistics()[0], [1, 2, 3])  # old and new rewards
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_head_with_a_loss_of_its_own_learns(script, monkeypatch):
+    """Added to the actor's loss it moves with the actor; the actor's loss leaves the critics alone."""
+    continuous = script is maddpg_continuous_action
+    args, envs = script.Args(individual_critics=True), world(3, continuous=continuous)
+    torch.manual_seed(0)
+    agent, critic = script.Agent(envs, args), script.Critic(envs, args)
+    agent.head, agent.unused = nn.Sequential(AgentIds(3), nn.Linear(6, 1)), nn.Linear(2, 2)
+    buffer, _ = recorded(script, world(3), args, 40)
+    batch, plain_loss = buffer.sample(5, CPU), script.actor_loss
+
+    def with_head(agent, critic, batch):
+        return plain_loss(agent, critic, batch) + agent.head(batch.obs.flatten(0, 1)).square().mean()
+
+    monkeypatch.setattr(script, "actor_loss", with_head)
+    targets, before = copy.deepcopy((agent, critic)), copy.deepcopy((agent, critic))
+    optimizers = [torch.optim.SGD(network.parameters(), lr=1e-2) for network in (agent, critic)]
+    script.update(agent, critic, targets, optimizers, batch, args)
+    assert all((p != old).any() for p, old in zip(agent.head.parameters(), before[0].head.parameters()))
+    assert all((p != old).any() for p, old in zip(agent.actor.parameters(), before[0].actor.parameters()))
+    assert all(torch.equal(p, old) for p, old in zip(agent.unused.parameters(), before[0].unused.parameters()))
+    torch.manual_seed(1)
+    target = script.critic_targets(*targets, batch, args.gamma)
+    with torch.random.fork_rng():
+        script.descend(script.actor_loss(agent, critic, batch), agent, optimizers[0], -1.0)
+    fresh = copy.deepcopy(critic)  # no gradient of the actor's loss is left in the critics
+    script.descend(script.critic_loss(critic, batch, target).sum(), critic, optimizers[1], -1.0)
+    fresh.zero_grad()
+    script.critic_loss(fresh, batch, target).sum().backward()
+    for p, q in zip(critic.parameters(), fresh.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 def equal(a, b) -> bool:
@@ -126,7 +143,7 @@ def test_another_seed_has_other_networks_and_other_episodes(script, tmp_path):
     """In a run that is too short to learn."""
     args = script.Args(**FAST | {"total_timesteps": 100, "batch_size": 50}, runs_dir=str(tmp_path))
     ours, other = (load_checkpoint(script.main(dataclasses.replace(args, seed=seed)))["modules"] for seed in (1, 2))
-    assert all((ours["agent"][key] != x).any() for key, x in other["agent"].items() if key not in ("ids", "real"))
+    assert all((ours["agent"][key] != x).any() for key, x in other["agent"].items())
     assert (ours["buffer"]["obs"][:, 0] != other["buffer"]["obs"][:, 0]).any()
 
 
@@ -137,9 +154,7 @@ def test_targets_follow_the_networks(script, tmp_path):
     for polyak in (1.0, 0.5):
         modules = load_checkpoint(script.main(dataclasses.replace(args, polyak=polyak)))["modules"]
         for name in ("agent", "critic"):
-            weights = {
-                key: x for key, x in modules[name].items() if x.is_floating_point() and key not in ("ids", "real")
-            }
+            weights = {key: x for key, x in modules[name].items() if x.is_floating_point()}
             distance = [(modules[f"target_{name}"][key] - x).abs().max() for key, x in weights.items()]
             assert all(d == 0 for d in distance) if polyak == 1 else all(0 < d < 0.01 for d in distance)
 
@@ -149,19 +164,26 @@ def test_recurrent_train_freq(tmp_path):
     assert load_checkpoint(maddpg_lstm.main(args))["modules"]["critic"]["num_updates"] == 4  # after 6, 9, 12, 15 of 16
 
 
+def test_targets_take_statistics_as_they_are():
+    network, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    network(torch.randn(20, 3) * 5 + 2)
+    maddpg.soft_update(target, network, 0.01)
+    assert torch.equal(target.running_mean, network.running_mean) and (target.running_mean != 0).all()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_team_shares_its_reward_whatever_it_earns(script):
-    envs = (ContinuousToy if script is maddpg_continuous_action else Toy)(2)
-    envs.step = lambda action: pytest.fail("nothing has to be played")
-    envs.team_reward = True
-    assert script.have_shared_reward(envs, seed=1)
+@pytest.mark.parametrize("kind", ["each", "team"])
+def test_the_environment_says_whether_a_team_shares_its_reward(script, kind, toy, tmp_path):
+    env_id = f"toy/{kind}" + "?continuous=True" * (script is maddpg_continuous_action)
+    folder = script.main(script.Args(env_id=env_id, **FAST | {"total_timesteps": 40}, runs_dir=str(tmp_path)))
+    assert len(load_checkpoint(folder)["modules"]["critic"]["critic.0.weight"]) == (3 if kind == "each" else 1)
 
 
 @pytest.mark.parametrize("low, high", [(99.9, 100.0), (0.0, np.inf), (-np.inf, 2.0), (-1e-3, 1e3)])
 def test_continuous_actions_stay_within_their_bounds(low, high):
-    envs = ContinuousToy(2)
+    envs = world(2, continuous=True)
     box = gym.spaces.Box(*(np.full((3, 4), bound, np.float32) for bound in (low, high)))
-    envs._set_spaces(2, envs.agents, envs.obs_sizes, envs.action_sizes, 6, box)
+    envs._set_spaces(2, envs.agents, envs.obs_sizes, envs.action_sizes, 2, box)
     agent = maddpg_continuous_action.Agent(envs, maddpg_continuous_action.Args())
     for unit in np.linspace(-1, 1, 101):
         action = agent.env_action(np.full((2, 3, 4), unit) * envs.real_actions)
