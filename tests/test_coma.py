@@ -7,88 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import Quiet, make_rollout
 
-import cleanmarl.envs
 from cleanmarl import coma, enjoy
-from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
+from cleanmarl.cli import launch
 from cleanmarl.run import load_checkpoint
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
-
-
-class Toy(MultiAgentVectorEnv):
-    """Three agents with different spaces, episodes of 6 steps (terminated in even environments, truncated in odd ones).
-
-    Agent 1 dies after its third step, agent 2 with its last; the parity of the clock forbids agent 2's action 0 or 1.
-    Observations are the clock plus the agent's index, the state is the clock and its square. The living earn the clock.
-    """
-
-    def __init__(self, num_envs):
-        self._set_spaces(num_envs, ("a", "b", "c"), [2, 3, 1], [2, 4, 3], 2)
-        self.statistics = EpisodeStatistics(num_envs, 3)
-
-    def _look(self):
-        obs = np.zeros((self.num_envs, 3, 3), np.float32)
-        for i, size in enumerate(self.obs_sizes):
-            obs[:, i, :size] = self.clock + i
-        mask = np.tile(self.real_actions, (self.num_envs, 1, 1))
-        mask[:, 2, self.clock % 2] = False
-        alive = np.ones((self.num_envs, 3), bool)
-        alive[:, 1], alive[:, 2] = self.clock < 3, self.clock < 6
-        obs[~alive] = 0
-        state = np.tile(np.array([self.clock, self.clock**2], np.float32), (self.num_envs, 1))
-        return obs, {"state": state, "action_mask": mask, "agent_mask": alive}
-
-    def reset(self, *, seed=None, options=None):
-        self.clock = 0
-        return self._look()
-
-    def step(self, action):
-        _, before = self._look()
-        legal = np.take_along_axis(before["action_mask"], action[..., None], -1)[..., 0]
-        assert legal[before["agent_mask"]].all(), "an illegal action"
-        self.clock += 1
-        reward = np.float32(self.clock * before["agent_mask"])
-        ended = np.full(self.num_envs, self.clock == 6)
-        odd = np.arange(self.num_envs) % 2 == 1
-        self.statistics.add(reward)
-        final, final_info = self._look()
-        if ended.any():
-            self.clock = 0
-        obs, info = self._look()
-        if ended.any():
-            info["final_obs"], info["_final_obs"], info["final_state"] = final, ended, final_info["state"]
-            info["final_agent_mask"] = final_info["agent_mask"]
-            info["final_action_mask"] = final_info["action_mask"]
-            self.statistics.end(ended, info)
-        return obs, reward, ended & ~odd, ended & odd, info
-
-
-@pytest.fixture
-def toy(monkeypatch):
-    """`toy` as an environment family."""
-    monkeypatch.setattr(
-        coma,
-        "make",
-        lambda env_id, num_envs, **o: Toy(num_envs) if env_id == "toy" else cleanmarl.envs.make(env_id, num_envs, **o),
-    )
-    return "toy"
-
-
-class Quiet:
-    step = 0
-
-    def log_episodes(self, info):
-        pass
-
-
-def make_rollout(args, envs):
-    T, N, S = args.num_steps, args.num_envs, envs.state_size
-    (A, D), K = envs.single_observation_space.shape, envs.real_actions.shape[1]
-    seen = np.zeros((T, N, A, D), np.float32), np.zeros((T, N, S), np.float32)
-    masks = np.zeros((T, N, A, K), bool), np.zeros((T, N, A), bool)
-    rest = np.zeros((T, N, A), np.int64), np.zeros((T, N, A), np.float32), np.zeros((T, N, A), bool)
-    return coma.Rollout(*seen, *masks, *rest)
 
 
 def collected(args, epsilon=0.3):
@@ -101,16 +26,16 @@ def collected(args, epsilon=0.3):
         agent.actor[-1].weight *= 100
         for p in agent.critic.parameters():  # another one than the target network
             p += 0.1 * torch.randn_like(p)
-    rollout = make_rollout(args, envs)
+    rollout = make_rollout(coma, args, envs)
     now = coma.collect(agent, envs, envs.reset(seed=1), rollout, args, Quiet())
     return agent, rollout, now, coma.estimate(agent, rollout, *now, args)
 
 
-def optimizer_for(agent, lr):
-    groups = [{"params": [coma.stack_parameters(n)], "lr": rate} for n, rate in zip((agent.actor, agent.critic), lr)]
-    return torch.optim.SGD(groups)
+def values_of(agent, critic, batch):
+    return agent.values(critic, batch.state, batch.obs, batch.alive, batch.others)
 
 
+# proves coma-2
 @given(st.integers(1, 10), st.floats(0, 0.5), st.floats(0, 1), st.integers(0, 2**32 - 1))
 @settings(max_examples=50, deadline=None)
 def test_targets_are_the_mixture_of_all_n_step_returns(T, p_done, lambda_, seed):
@@ -132,14 +57,15 @@ def test_targets_are_the_mixture_of_all_n_step_returns(T, p_done, lambda_, seed)
             assert ours[t, n, a] == pytest.approx(np.dot(weights, returns), abs=1e-9)
 
 
+# proves coma-1
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_baseline_is_the_enumerated_expectation(shared, toy):
+def test_the_baseline_is_the_enumerated_expectation(shared, team):
     """E over the own action of Q, each value taken from a rollout in which the agent did just that."""
-    args = coma.Args(env_id=toy, **SMALL, share_parameters=shared)
+    args = coma.Args(env_id=team, **SMALL, share_parameters=shared)
     agent, rollout, now, batch = collected(args)
     batch = batch._replace(action=batch.action.clone())  # it was the rollout's own memory
-    log_probs = agent.logits(batch.features, batch.action_mask).log_softmax(-1).detach()
-    values = agent.values(agent.critic, batch.critic_features).detach()
+    log_probs = agent.logits(batch.obs, batch.action_mask).log_softmax(-1).detach()
+    values = values_of(agent, agent.critic, batch).detach()
     advantage = coma.counterfactual_advantage(values, log_probs, batch.action)
     original = rollout.action.copy()
     for i in range(3):
@@ -148,11 +74,11 @@ def test_the_baseline_is_the_enumerated_expectation(shared, toy):
             rollout.action[:] = original
             rollout.action[:, :, i] = k
             other = coma.estimate(agent, rollout, *now, args)
-            q = coma.of_action(agent.values(agent.critic, other.critic_features), other.action)[:, i].detach()
+            q = coma.of_action(values_of(agent, agent.critic, other), other.action)[:, i].detach()
             baseline = baseline + log_probs[:, i, k].exp() * q
             a = coma.counterfactual_advantage(values, log_probs, other.action)
             mean_advantage = mean_advantage + log_probs[:, i, k].exp() * a[:, i]
-            own.append(other.critic_features[:, i])
+            own.append(other.others[:, i])
         assert all(torch.equal(own[0], features) for features in own)  # a critic does not see its agent's own action
         taken = coma.of_action(values, batch.action)[:, i]
         torch.testing.assert_close(advantage[:, i], taken - baseline, atol=1e-5, rtol=1e-4)
@@ -161,29 +87,31 @@ def test_the_baseline_is_the_enumerated_expectation(shared, toy):
     torch.testing.assert_close(shifted, advantage, atol=1e-5, rtol=1e-4)  # what the own action cannot change
 
 
-def test_critics_see_the_state_and_the_living_others_actions():
-    args = coma.Args(env_id="matrix/penalty", share_parameters=True)
-    envs = coma.make_envs(args, 1)
-    agent = coma.Agent(envs, args)
-    obs, info = envs.reset()
-    alive = np.array([[True, True, False, True]])
-    features = agent.critic_features(info["state"] * 7, obs, alive, np.array([[3, 1, 4, 5]]))
-    assert features.shape == (1, 4, 4 + 1 + 36 + 4) and features.dtype == np.float32
-    assert (features[0, 0, :4] == 7).all() and features[0, 0, 4] == 1
-    one_hot = features[0, 0, 5:41].reshape(4, 9)
-    assert one_hot.sum() == 2 and one_hot[1, 1] == one_hot[3, 5] == 1  # neither its own nor a dead agent's
-    assert (features[0, 2] == [0] * 41 + [0, 0, 1, 0]).all()
+# proves coma-3
+@pytest.mark.parametrize("shared", [True, False])
+def test_critics_see_the_state_and_the_living_others_actions(shared, team):
+    args = coma.Args(env_id=team, share_parameters=shared)
+    agent = coma.Agent(coma.make_envs(args, 1), args)
+    alive, action = torch.tensor([[1.0, 1, 0]]), torch.tensor([[3, 1, 2]])
+    others = agent.others_actions(action, alive)
+    assert others.view(3, 3, 4).nonzero().tolist() == [[0, 1, 1], [1, 0, 3], [2, 0, 3], [2, 1, 1]]  # whose, which
+    state, obs = torch.randn(1, 2), torch.randn(1, 3, 3)
+    values = agent.values(agent.critic, state, obs, alive, others)
+    seen = torch.cat([state[:, None].expand(-1, 3, -1), obs, others], dim=-1) * alive[..., None]
+    if shared:
+        seen = torch.cat([seen, torch.eye(3)[None]], dim=-1)
+    torch.testing.assert_close(agent.critic[1:](seen), values)
+    assert (agent.values(agent.critic, state + 1, obs, alive, others) != values)[:, :2].all()
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_losses_and_gradients_are_their_definition(shared, toy):
-    args = coma.Args(env_id=toy, **SMALL, share_parameters=shared, ent_coef=0.2)
+def test_losses_and_gradients_are_their_definition(shared, team):
+    args = coma.Args(env_id=team, **SMALL, share_parameters=shared, ent_coef=0.2)
     agent, _, _, batch = collected(args)
     batch = coma.Batch(*(x[10:40] for x in batch))
-    loss, policy_loss, entropy = coma.actor_loss(agent, batch, args)
+    loss, stats = coma.actor_loss(agent, batch, args)
     critic = coma.critic_loss(agent, batch)
-    logits = agent.by_agent(agent.actor(agent.by_network(batch.features)))
-    q = agent.by_agent(agent.critic(agent.by_network(batch.critic_features)))
+    logits, q = agent.actor(batch.obs), values_of(agent, agent.critic, batch)
     networks = [[(r, a) for r in range(30) for a in range(3)]]
     if not shared:
         networks = [[(r, a) for r in range(30)] for a in range(3)]
@@ -204,9 +132,9 @@ def test_losses_and_gradients_are_their_definition(shared, toy):
         errors = [(q[sample][batch.action[sample]] - batch.target[sample]) ** 2 for sample in samples]
         expected_critic.append(torch.stack(errors).mean())
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(critic[0], torch.stack(expected_critic), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(policy_loss, torch.stack(policies).mean(), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(entropy, torch.stack(entropies).mean(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(critic, torch.stack(expected_critic), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(stats["policy_loss"], torch.stack(policies).mean(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(stats["entropy"], torch.stack(entropies).mean(), atol=1e-5, rtol=1e-4)
     theirs = torch.autograd.grad(expected, list(agent.actor.parameters()))
     for mine, reference in zip(torch.autograd.grad(loss, list(agent.actor.parameters())), theirs):
         torch.testing.assert_close(mine, reference, atol=1e-5, rtol=1e-3)
@@ -220,7 +148,8 @@ def test_an_update_is_a_critic_step_for_each_time_step_backwards_then_an_actor_s
     twin = coma.Agent(coma.make_envs(args, 1), args)
     twin.load_state_dict(agent.state_dict())
     twin.epsilon = agent.epsilon
-    coma.update(agent, optimizer_for(agent, (0.5, 0.1)), batch, 2, args)
+    groups = [{"params": network.parameters(), "lr": lr} for network, lr in ((agent.actor, 0.5), (agent.critic, 0.1))]
+    coma.update(agent, torch.optim.SGD(groups), batch, 2, args)
 
     def step(network, loss, lr):
         parameters = list(network.parameters())
@@ -239,10 +168,10 @@ def test_an_update_is_a_critic_step_for_each_time_step_backwards_then_an_actor_s
     assert any((a != b).any() for a, b in zip(agent.target_critic.parameters(), agent.critic.parameters()))
 
 
-def test_targets_come_from_the_target_network(toy):
-    args = coma.Args(env_id=toy, **SMALL, td_lambda=0.0, gamma=0.9)
+def test_targets_come_from_the_target_network(team):
+    args = coma.Args(env_id=team, **SMALL, td_lambda=0.0, gamma=0.9)
     agent, rollout, _, batch = collected(args)
-    value = coma.of_action(agent.values(agent.target_critic, batch.critic_features), batch.action).detach()
+    value = coma.of_action(values_of(agent, agent.target_critic, batch), batch.action).detach()
     value, target = value.view(50, 4, 3).numpy(), batch.target.view(50, 4, 3).numpy()
     time = np.arange(49) % 6
     expected = rollout.reward[:-1] + 0.9 * value[1:] * (time != 5)[:, None, None]
@@ -251,43 +180,42 @@ def test_targets_come_from_the_target_network(toy):
     assert (rollout.done == (np.arange(50) % 6 == 5)[:, None, None]).all()  # death is no end
 
 
-def test_a_time_limit_bootstraps_from_the_final_state(toy):
-    args = coma.Args(env_id=toy, **SMALL, gamma=0.9)
+def test_a_time_limit_bootstraps_from_the_final_state(team):
+    args = coma.Args(env_id=team, **SMALL, gamma=0.9)
     agent, rollout, _, _ = collected(args)
-    final_obs = np.zeros((1, 3, 3), np.float32)
+    state, final_obs, alive = torch.tensor([[6.0, 36]]), torch.zeros(1, 3, 3), torch.tensor([[1.0, 0, 0]])
     final_obs[0, 0, :2] = 6  # agent 2 died with the last step
     values = []
     for action in np.ndindex(2, 1, 1):  # what the living agent could do next
-        features = agent.critic_features(
-            np.array([[6, 36]], np.float32), final_obs, np.array([[True, False, False]]), np.array([action])
-        )
-        value = coma.of_action(agent.values(agent.target_critic, torch.from_numpy(features)), torch.tensor([action]))
+        action = torch.tensor([action])
+        q = agent.values(agent.target_critic, state, final_obs, alive, agent.others_actions(action, alive))
+        value = coma.of_action(q, action)
         values.append(6 + 0.9 * value[0, 0].detach().numpy())
     assert np.abs(np.array(values) - rollout.reward[5, 1, 0]).min() < 1e-4
 
 
-def test_dead_agents_add_nothing_to_the_policy(toy):
-    args = coma.Args(env_id=toy, **SMALL)
+def test_dead_agents_add_nothing_to_the_policy(team):
+    args = coma.Args(env_id=team, **SMALL)
     agent, _, _, batch = collected(args)
     assert 0 < (batch.alive[:, 1] == 0).sum() < 200
     loss, *_ = coma.actor_loss(agent, batch, args)
     noise = (1 - batch.alive)[..., None] * 1e3
-    other = batch._replace(features=batch.features + noise, critic_features=batch.critic_features + noise)
+    other = batch._replace(obs=batch.obs + noise, others=batch.others + noise)
     torch.testing.assert_close(coma.actor_loss(agent, other, args)[0], loss)
 
 
 def test_exploration_is_part_of_the_policy():
     args = coma.Args(env_id="matrix/penalty", num_envs=20_000, num_steps=1, share_parameters=False)
     agent, rollout, _, batch = collected(args, epsilon=0.5)
-    probs = agent.logits(batch.features, batch.action_mask).softmax(-1)[0].detach()  # the same in every row
+    probs = agent.logits(batch.obs, batch.action_mask).softmax(-1)[0].detach()  # the same in every row
     assert probs.min() >= 0.5 / 9
     frequency = np.stack([(rollout.action[0] == k).mean(0) for k in range(9)], -1)
     np.testing.assert_allclose(frequency, probs, atol=0.015)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "matrix/penalty", "toy"])
-def test_two_updates_that_two_runs_repeat(env_id, shared, toy, tmp_path):
+@pytest.mark.parametrize("env_id", ["mpe/simple_speaker_listener_v4", "matrix/penalty", "toy/team"])
+def test_two_updates_that_two_runs_repeat(env_id, shared, team, tmp_path):
     args = coma.Args(env_id=env_id, **SMALL, share_parameters=shared, runs_dir=str(tmp_path))
     one, same = (load_checkpoint(coma.main(args)) for _ in range(2))
     assert one["step"] == 400
@@ -302,7 +230,7 @@ def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
     coma.main(coma.Args(**SMALL | {"total_timesteps": 600}, **settings, resume=folder))
     after = load_checkpoint(folder)
     assert after["step"] == 600 and {"args.json", "done.json"} <= {path.name for path in folder.iterdir()}
-    target, changed = (f"target_critic.{name}" for name in ("0.weight", "4.weight"))
+    target, changed = (f"target_critic.{name}" for name in ("1.weight", "5.weight"))
     assert all((before[key] != after["modules"]["agent"][key]).any() for key in (target, changed))  # at step 120 of 150
     metrics = enjoy.main(enjoy.Args(folder, episodes=2))
     assert "coma at step 600, 2 episodes" in capsys.readouterr().out and metrics["eval/ep_length"] == 25
@@ -311,17 +239,15 @@ def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--env-id mpe/simple_spread_v3?continuous_actions=True", "are continuous; try mappo_continuous_action.py"),
-        ("--td-lambda 1.5", "--td-lambda must be in [0, 1], not 1.5"),
+        ("--env-id mpe/simple_spread_v3?continuous_actions=True", "this script needs discrete ones"),
         ("--epsilon-start 1", "--epsilon-start must be in [0, 1), not 1"),
-        ("--target-network-update-freq 0", "--target-network-update-freq must be greater than 0, not 0"),
         ("--total-timesteps 399", "--total-timesteps 399 is less than one rollout of 400 steps"),
     ],
 )
 def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["coma.py", *flags.split(), "--runs-dir", str(tmp_path / "runs")])
     with pytest.raises(SystemExit) as exit_:
-        coma.launch(coma.main, coma.Args)
+        launch(coma.main, coma.Args)
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and text in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
