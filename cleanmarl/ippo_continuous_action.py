@@ -1,7 +1,7 @@
 """IPPO as in ippo.py, but for continuous actions: every agent's policy is a normal distribution.
 
 A policy acts in a unit of its own, in which every action reaches from -1 to 1; the environment gets it clipped and in
-its unit. Observations and rewards are normalised by running statistics, which are saved with the agent.
+its unit. Observations, and rewards if asked to, are normalised by running statistics, which are saved with the agent.
 
 Papers: de Witt et al. 2020 (arXiv:2011.09533); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
 Parent: ippo.py, but for the distribution, the units of actions and what is normalised.
@@ -66,8 +66,8 @@ class Args(RunArgs):
     """largest norm of the gradient of a network"""
     normalize_obs: bool = True
     """normalise observations by their running mean and deviation"""
-    normalize_reward: bool = True
-    """divide rewards by the running deviation of the discounted return, each agent's own"""
+    normalize_reward: bool = False
+    """divide rewards by the running deviation of the discounted return, each agent's own; values are normalised anyway"""
     normalize_value: bool = True
     """let critics predict normalised returns, by the running mean and deviation (PopArt)"""
     time_limit_bootstrap: bool = True
