@@ -407,7 +407,7 @@ def main(args: Args) -> Path:
         for iteration in range(run.step // steps_per_update, num_updates):
             for group, lr, schedule in zip(optimizer.param_groups, learning_rates, schedules):
                 if schedule == "linear":
-                    group["lr"] = lr * (1 - iteration / num_updates)
+                    group["lr"] = float(lr * (1 - iteration / num_updates))  # a plain number, for checkpoints
 
             now = collect(agent, envs, now, rollout, args, run)
             run.step += steps_per_update
