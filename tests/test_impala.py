@@ -387,12 +387,13 @@ def test_every_batch_is_learned_from_as_it_comes():
 # -------------------------------------------------------------------------------------------------------------- the run
 
 
-# proves impala-7
+# proves impala-7, impala-8
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1", "Acrobot-v1"])
 def test_two_updates_on(env_id, tmp_path):
     folder = impala.main(impala.Args(env_id=env_id, **SMALL, runs_dir=str(tmp_path)))
     checkpoint = load_checkpoint(folder)
     assert checkpoint["step"] == 128
+    assert checkpoint["modules"]["optimizer"]["param_groups"][0]["eps"] == 1e-2
     assert all(torch.isfinite(x).all() for x in checkpoint["modules"]["agent"].values())
     train = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
     tags = {f"train/{name}" for name in [*train, "policy_lag", "learning_rate"]}

@@ -128,6 +128,18 @@ def test_the_unroll_is_what_happened_and_the_learner_sees_it_as_the_actor_did(ls
         assert np.abs(played[0]["state"]).max() == 0 < np.abs(played[1]["state"]).max()
 
 
+# proves impala-9
+def test_rewards_are_signs_of_the_games_own():
+    envs, seen = impala.make_envs(impala.Args(env_id="Qbert-v5"), 4), []
+    envs.reset(seed=1)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        _, reward, *_, info = envs.step(rng.integers(6, size=4))
+        seen.append((reward, info["reward"]))
+    reward, own = np.array(seen).swapaxes(0, 1)
+    assert own.max() >= 25 and (reward == np.sign(own)).all()
+
+
 def test_a_time_limit_adds_the_value_of_the_last_observation():
     args = impala.Args(**SMALL | {"unroll_length": 12, "lstm": True})
     torch.manual_seed(0)
@@ -188,6 +200,7 @@ def test_loss_is_its_definition():
     torch.testing.assert_close(gradient, torch.autograd.grad(total, agent.actor.weight)[0], rtol=1e-3, atol=1e-3)
 
 
+# proves impala-8
 @pytest.mark.parametrize("flags", [{}, {"lstm": True}, {"shallow": False}], ids=["shallow", "lstm", "deep"])
 def test_two_updates_resume_and_play(flags, tmp_path):
     flags = SMALL | flags | {"runs_dir": str(tmp_path)}

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import gymnasium as gym
@@ -14,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toys import scalars as learned
 
-from cleanmarl import enjoy, impala, impala_ray
-from cleanmarl.run import UsageError, launch, load_checkpoint
+from cleanmarl import actors as processes
+from cleanmarl import enjoy, impala_ray
+from cleanmarl.cli import RunError, UsageError, launch
+from cleanmarl.run import load_checkpoint
 
 SMALL = {"num_actors": 2, "total_timesteps": 640, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
 SMALL |= {"updates_per_collect": 1}
@@ -42,12 +43,6 @@ gym.register("Broken-v0", Broken)
 gym.register("Deadly-v0", Broken)
 
 
-def learned(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes of one CPU each: one actor on each of them."""
@@ -66,32 +61,19 @@ def cluster():
 
 
 def played(args):
-    """An agent, and unrolls of another version of it."""
+    """An agent, and unrolls of another version of it, as a Ray actor returns them."""
     torch.manual_seed(0)
-    player = impala_ray.Player(args, [1, 0, 0, 0])
-    agent = impala_ray.Agent(player.envs, args)
-    flat = torch.nn.utils.parameters_to_vector(agent.parameters()).detach()
-    slot = player.play((3, flat.numpy()))[0].copy()
+    envs = impala_ray.make_envs(args, 1)
+    dtype = processes.slot_dtype(args, impala_ray.unroll_dtype(envs, args))
+    actor = processes.RayActor((impala_ray.Player, impala_ray.Agent), args, 2, 0, dtype)
+    agent = impala_ray.Agent(envs, args)
+    slot = actor.play((3, [x.detach().numpy() for x in processes.tensors(agent)]))[0].copy()
+    assert slot["version"] == 3 and slot["actor"] == 2
+    stats = impala_ray.impala_loss(agent, slot["unrolls"], args)[1]
+    assert abs(stats["approx_kl"]) < 1e-6  # it has acted with these parameters
     with torch.no_grad():
         agent.actor[-1].bias += torch.tensor([0.0, 1.0])
-    return agent, slot
-
-
-def test_loss_and_vtrace_are_those_of_impala():
-    """Which are held against their definitions in test_impala.py; ends of both kinds are among the steps."""
-    args = impala_ray.Args(**SMALL | {"unroll_length": 40}, rho_clip=1.3, vtrace_lambda=0.9)
-    agent, slot = played(args)
-    theirs = np.zeros(4, impala.unroll_dtype(impala.make_envs(args, 1), args))
-    for name in slot["unrolls"].dtype.names:
-        theirs[name] = slot["unrolls"][name]
-    theirs["mask"], theirs["truncation"][:, 7] = True, True
-    slot["unrolls"]["truncation"][:, 7] = True
-    assert slot["version"] == 3 and theirs["termination"].any()
-    loss, stats = impala_ray.impala_loss(agent, slot["unrolls"], args)
-    expected, expected_stats, _ = impala.impala_loss(agent, theirs, torch.ones(4), args)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(stats, expected_stats)
-    assert stats[3] > 0.01
+    return agent, slot["unrolls"]
 
 
 def learn(unrolls, args):
@@ -112,10 +94,10 @@ def learn_half(rank, folder, args, unrolls):
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no Gloo")
 def test_two_learners_with_half_a_batch_each_learn_like_one_with_all_of_it(tmp_path):
     args = impala_ray.Args(**SMALL | {"updates_per_collect": 2})
-    _, slot = played(args)
-    mp.spawn(learn_half, (str(tmp_path), args, slot["unrolls"]), nprocs=2)
+    _, unrolls = played(args)
+    mp.spawn(learn_half, (str(tmp_path), args, unrolls), nprocs=2)
     (first, metrics), (second, _) = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    alone, expected = learn(slot["unrolls"], args)
+    alone, expected = learn(unrolls, args)
     for a, b, c in zip(first, second, alone):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, atol=1e-5, rtol=0)
@@ -125,22 +107,21 @@ def test_two_learners_with_half_a_batch_each_learn_like_one_with_all_of_it(tmp_p
 
 def test_the_log_probs_are_those_of_the_version_that_acted(cluster):
     args = impala_ray.Args(**SMALL, address=cluster.address)
-    ray = impala_ray.connect(args, 1)
+    ray = processes.connect(args.address, args.num_actors)
     envs = impala_ray.make_envs(args, 1)
-    agent = impala_ray.Agent(envs, args)
-    published, versions = {0: torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()}, []
-    with closing(impala_ray.Actors(ray, args, agent, 0, 0)) as actors:
-        nodes = {player._ray_actor_id.hex() for player in actors.calls.values()}
-        for version in range(1, 30):
-            slot = actors.take()
+    agent, published, versions = impala_ray.Agent(envs, args), [], []
+    dtype = impala_ray.unroll_dtype(envs, args)
+    with processes.RayActors(ray, impala_ray.Player, args, agent, dtype, 0) as actors:
+        nodes = {actor._ray_actor_id.hex() for actor in actors.calls.values()}
+        for version in range(30):
+            published.append({name: x.clone() for name, x in agent.state_dict().items()})
+            slot = actors.take(version)
             twin = impala_ray.Agent(envs, args)
-            torch.nn.utils.vector_to_parameters(published[int(slot["version"])], twin.parameters())
-            assert abs(impala_ray.impala_loss(twin, slot["unrolls"], args)[1][3]) < 1e-6
+            twin.load_state_dict(published[int(slot["version"])])
+            assert abs(impala_ray.impala_loss(twin, slot["unrolls"], args)[1]["approx_kl"]) < 1e-6
             versions.append(int(slot["version"]))
             with torch.no_grad():
                 agent.actor[-1].bias.copy_(torch.tensor([0.0, version % 7 - 3.0]))
-            actors.publish(version)
-            published[version] = torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
     assert len(nodes) == 2 and max(versions) > 20
 
 
@@ -200,7 +181,7 @@ def test_a_run_that_is_stopped_leaves_no_actor_of_the_ray_it_started(signum, tmp
     process = start(tmp_path, num_actors=1)
     try:
         wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")) or process.poll() is not None)
-        assert any("ray::Player" in command for command in of_session(process.pid).values())
+        assert any("ray::RayActor" in command for command in of_session(process.pid).values())
         os.kill(process.pid, signum)
         process.wait(60)
         assert process.returncode == (130 if signum == signal.SIGINT else -signum)
@@ -236,13 +217,13 @@ def test_an_environment_that_raises_ends_the_run_and_deaths_in_a_row_too(cluster
     flags = SMALL | {"num_actors": 1, "address": cluster.address, "runs_dir": str(tmp_path)}
     import ray
 
-    with pytest.raises(ray.exceptions.RayTaskError, match="the environment is broken"):
+    with pytest.raises(RunError, match=r"(?s)an actor failed:.*the environment is broken"):
         impala_ray.main(impala_ray.Args(**flags | {"env_id": "test_impala_ray:Broken-v0"}))
     gym.register("Here-v0", Broken)  # and not where the actors are
-    with pytest.raises(ray.exceptions.ActorDiedError, match="unknown environment 'Here-v0'"):
+    with pytest.raises(RunError, match=r"(?s)an actor failed:.*unknown environment 'Here-v0'"):
         impala_ray.main(impala_ray.Args(**flags | {"env_id": "Here-v0"}))
-    monkeypatch.setattr(impala_ray, "MOST_DEATHS", 1)
-    with pytest.raises(RuntimeError, match="1 actors in a row died before they played"):
+    monkeypatch.setattr(processes, "MOST_DEATHS", 1)
+    with pytest.raises(RunError, match="1 actors in a row died before they played"):
         impala_ray.main(impala_ray.Args(**flags | {"env_id": "test_impala_ray:Deadly-v0"}))
     assert not ray.is_initialized()
 
@@ -269,7 +250,6 @@ def test_refused(cluster, tmp_path):
     assert "--num-actors 99 of each of 1 learners" in refused(num_actors=99, address=cluster.address)
     for address in ("127.0.0.1:1", "nonsense"):
         assert f"there is no Ray cluster at --address {address}; begin one" in refused(address=address)
-    assert "--num-actors must be greater than 0" in refused(num_actors=0)
     assert "--rho-clip 0.5 must be at least" in refused(rho_clip=0.5)
 
 
