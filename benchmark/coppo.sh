@@ -22,8 +22,7 @@ for task in 3m 2s3z 3s5z; do
     }
     run coppo_lstm --num-steps 100 --update-epochs $epochs --optimizer adam
     run mappo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
-    run ippo_lstm --update-epochs $epochs "${clipped[@]}" --cell gru --share-parameters --lr-schedule constant \
-        --value-clip-coef 0.2 --ent-coef 0.01 --max-grad-norm 10
+    run ippo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4 --cell gru
     run coma --num-steps 50  # its actor takes one step a rollout, and has no memory
     $PYTHON benchmark/plot.py "runs/coppo_lstm_$task" --tag rollout/battle_won \
         --out "docs/results/coppo_lstm_smax_$task" --command benchmark/coppo.sh \
