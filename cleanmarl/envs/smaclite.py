@@ -22,9 +22,10 @@ of yours. Other `options` go to the package's constructor.
 
 65 to 170 steps/s a core: `smax/*` is for quick results, though not the same game. Several environments to a worker
 process, as in `pz`. The package is on no registry and asks for an rtree that does not run on Python 3.11 and later, so
-pip installs what it needs first, and then itself without its requirements:
+the group `smaclite` has what it needs, and pip installs it without its requirements:
 
-    pip install rtree scikit-learn pygame-ce && pip install --no-deps git+https://github.com/uoe-agents/smaclite
+    python3 bootstrap.py smaclite
+    pip install --no-deps git+https://github.com/uoe-agents/smaclite@0d6abbea1334011984ae4704a0ef7a33c36057d6
 
 Source: Michalski, Christianos and Albrecht 2023, "SMAClite: A Lightweight Environment for Multi-Agent Reinforcement
 Learning" (https://arxiv.org/abs/2305.05566), https://github.com/uoe-agents/smaclite
@@ -45,7 +46,8 @@ from cleanmarl.envs import EnvError, pz, unknown_name
 from cleanmarl.envs.lbf import construct, make_in_workers
 
 INSTALLING = (
-    "pip install rtree scikit-learn pygame-ce && pip install --no-deps git+https://github.com/uoe-agents/smaclite"
+    "python bootstrap.py smaclite && pip install --no-deps "
+    "git+https://github.com/uoe-agents/smaclite@0d6abbea1334011984ae4704a0ef7a33c36057d6"
 )
 MAX_STEPS = {  # SMAC's time limits, in steps
     **{"3m": 60, "8m": 120, "25m": 150, "5m_vs_6m": 70, "8m_vs_9m": 120, "10m_vs_11m": 150, "27m_vs_30m": 180},

@@ -21,10 +21,7 @@ enemy_shoots, attack_mode ("closest" or "random"), observation_type ("unit_list"
 "rgb_array". The first reset and step of a batch size compile, which takes some seconds to a minute; a second batch of
 that size does not compile again.
 
-JaxMARL asks for an older gymnasium than ours, through gymnax, which SMAX does not use. So it is in no group, and pip
-has to leave its requirements alone (`pip check` will name what is left out):
-
-    pip install jax flax chex jaxtyping matplotlib && pip install --no-deps jaxmarl==0.2.0
+The group `smax` installs it: `python3 bootstrap.py smax`.
 
 Source: Rutherford et al. 2023, "JaxMARL: Multi-Agent RL Environments and Algorithms in JAX"
 (https://arxiv.org/abs/2311.10090), https://github.com/FLAIROx/JaxMARL
@@ -40,7 +37,7 @@ import numpy as np
 
 from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_actions, env_seeds, unknown_name
 
-INSTALLING = "pip install jax flax chex jaxtyping matplotlib && pip install --no-deps jaxmarl==0.2.0"
+INSTALLING = "python bootstrap.py smax, or pip install jaxmarl==0.2.0 gymnax==0.0.9"
 REPORTED = ("3m", "2s3z", "3s5z", "5m_vs_6m", "8m")
 STOP = 4  # the only action of a dead unit in SMAX
 
