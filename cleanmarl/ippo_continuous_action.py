@@ -67,7 +67,7 @@ class Args(RunArgs):
     normalize_obs: bool = True
     """normalise observations by their running mean and deviation"""
     normalize_reward: bool = False
-    """divide rewards by the running deviation of the discounted return, each agent's own; values are normalised anyway"""
+    """divide rewards by the running deviation of the discounted return, each agent's own; values are normalised too"""
     normalize_value: bool = True
     """let critics predict normalised returns, by the running mean and deviation (PopArt)"""
     time_limit_bootstrap: bool = True
