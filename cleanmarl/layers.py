@@ -6,6 +6,7 @@ that share no parameter is the gradient of each, so one `backward` and one optim
 remember are Recurrent(...) instead of nn.Sequential(...), on rows of T steps of N environments.
 """
 
+import math
 from collections.abc import Callable, Collection
 from typing import ClassVar
 
@@ -240,6 +241,8 @@ class Recurrent(nn.Sequential):
 def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
     """Clip the gradient of every child of `agent` by its own norm; of a stack, that of each of its M networks.
 
+    A max_norm of infinity only measures.
+
     Returns the norm before, the mean of those of a stack, by the name of the child ("" for the agent's own parameters).
     What the networks of a stack share (an ordinary layer among stacked ones) is clipped like one more network.
     """
@@ -249,12 +252,16 @@ def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tenso
         stacked = [m for m in child.modules() if getattr(m, "num_networks", 1) > 1]
         by_network = {p: m.num_networks for m in stacked for p in m.parameters(recurse=False) if p.grad is not None}
         shared = [p for p in child.parameters() if p.grad is not None and p not in by_network]
-        groups = [torch.nn.utils.clip_grad_norm_(shared, max_norm)[None]] if shared else []
+        groups = []
+        if shared and max_norm == math.inf:
+            groups.append(torch.cat([p.grad.flatten() for p in shared]).norm()[None])
+        elif shared:
+            groups.append(torch.nn.utils.clip_grad_norm_(shared, max_norm)[None])
         if by_network:
             squares = [p.grad.flatten(1).square().sum(1) for p in by_network]  # (M,) each
             norm = torch.stack(squares).sum(0).sqrt()
             scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-            for p in by_network:
+            for p in by_network if max_norm < math.inf else ():
                 p.grad *= scale.view(-1, *[1] * (p.ndim - 1))
             groups.append(norm)
         if groups:

@@ -1,5 +1,7 @@
 """layers.py: stacked networks against networks one by one, statistics against NumPy's, fast acting against torch."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -92,7 +94,8 @@ def test_normalisation_is_undone_and_clipped():
     assert stats(x).mean().abs() < 1e-5
 
 
-def test_each_network_is_clipped_by_its_own_norm():
+@pytest.mark.parametrize("max_norm", [2.0, math.inf])
+def test_each_network_is_clipped_by_its_own_norm(max_norm):
     class Agent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -105,7 +108,7 @@ def test_each_network_is_clipped_by_its_own_norm():
     agent, x = Agent(), torch.randn(9, A, D) * torch.tensor([1.0, 30.0, 300.0])[:, None]
     (agent.actor(x).sum() + 0.01 * agent.critic(x).sum() + (agent.log_std * 5).sum()).backward()
     before = {p: p.grad.clone() for p in agent.parameters() if p.grad is not None}
-    norms = clip_grad_norms_(agent, 2.0)
+    norms = clip_grad_norms_(agent, max_norm)
 
     groups = [[(p, m) for layer in agent.actor[::2] for p in layer.parameters()] for m in range(A)]
     groups += [[(p, slice(None)) for p in agent.actor[1].parameters()]]  # what the stacked networks share
@@ -115,12 +118,27 @@ def test_each_network_is_clipped_by_its_own_norm():
         norm = torch.cat([before[p][m].flatten() for p, m in group]).norm()
         expected.append(norm)
         for p, m in group:
-            torch.testing.assert_close(p.grad[m], before[p][m] * min(1, 2.0 / (norm + 1e-6)))
+            torch.testing.assert_close(p.grad[m], before[p][m] * min(1, max_norm / (norm + 1e-6)))
     assert min(expected) < 2 < max(expected)  # both cases are there
     torch.testing.assert_close(norms["actor"], torch.stack(expected[: A + 1]).mean())
     torch.testing.assert_close(norms["critic"], expected[A + 1])
     torch.testing.assert_close(norms[""], expected[A + 2])
     assert "unused" not in norms
+
+
+@pytest.mark.parametrize("num_networks", [1, A])
+def test_the_last_state_alone_is_the_last_of_all_states(num_networks):
+    torch.manual_seed(0)
+    for cell in (StackedGRU, StackedLSTM):
+        network = Recurrent(cell(num_networks, D, H), nn.Tanh(), cell(num_networks, H, H)).double()
+        x, memory = torch.randn(6 * 2, A, D).double(), torch.randn(2, A, network.memory_size).double()
+        results = []
+        for last in (False, True):
+            out, after = network(x, memory, last=last)
+            loss = out.square().sum() + after[-2:].square().sum()
+            results.append([out, after[-2:], *torch.autograd.grad(loss, list(network.parameters()))])
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b)
 
 
 class LoudTanh(nn.Tanh):
