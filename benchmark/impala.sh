@@ -14,6 +14,9 @@ $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPo
 $PYTHON benchmark/plot.py runs/impala_cartpole_actors --out docs/results/impala_cartpole_actors --line random=22 \
     --note "the defaults: two actors" --command benchmark/impala.sh
 
+$PYTHON benchmark/run.py --command "python cleanmarl/impala_replay.py" --env-ids CartPole-v1 --num-seeds 5 \
+    --workers "$WORKERS" --runs-dir runs/impala_replay_cartpole -- --num-actors 0
+
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids LunarLander-v3 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/impala_lunarlander -- --num-actors 0 --total-timesteps 1000000 \
     --num-envs 32 --unroll-length 16 --learning-rate 3e-4 --ent-coef 0.001  # DI-engine's settings for this task

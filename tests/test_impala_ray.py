@@ -102,7 +102,7 @@ def test_two_learners_with_half_a_batch_each_learn_like_one_with_all_of_it(tmp_p
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, atol=1e-5, rtol=0)
     for name in ("policy_loss", "value_loss", "entropy"):
-        assert metrics[f"train/{name}"] == pytest.approx(expected[f"train/{name}"], abs=1e-4)
+        assert metrics[f"train/{name}"].item() == pytest.approx(expected[f"train/{name}"].item(), abs=1e-4)
 
 
 def test_the_log_probs_are_those_of_the_version_that_acted(cluster):
