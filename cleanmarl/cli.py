@@ -16,14 +16,16 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import random
 import signal
 import sys
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import annotated_types
 import numpy as np
@@ -53,6 +55,18 @@ def check(condition: bool, message: str) -> None:
     """Raise UsageError(message) unless the condition holds."""
     if not condition:
         raise UsageError(message)
+
+
+def tell(line: str, file: TextIO | None = None) -> None:
+    """Print a line. If nobody can read it (a closed terminal or pipe, a full disk), the run goes on all the same."""
+    file = sys.stdout if file is None else file
+    try:
+        print(line, file=file, flush=True)
+    except RuntimeError:  # a signal's, in the midst of another line
+        pass
+    except OSError:
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:  # noqa: PTH123 (what comes later goes nowhere)
+            os.dup2(nowhere.fileno(), file.fileno())
 
 
 @dataclass
@@ -231,10 +245,10 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
     try:
         main(parse(args_class, sys.argv[1:], script))
     except (UsageError, EnvError) as error:
-        print(f"{script}: {error}", file=sys.stderr)
+        tell(f"{script}: {error}", sys.stderr)
         sys.exit(2)
     except (RunError, WorkerError) as error:
-        print(f"{script}: {error}", file=sys.stderr)
+        tell(f"{script}: {error}", sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:  # Ctrl-C before the run began, or twice
         sys.exit(128 + signal.SIGINT)

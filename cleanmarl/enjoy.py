@@ -23,7 +23,7 @@ from cleanmarl.cli import (
 )
 from cleanmarl.envs import EnvError, WorkerError
 from cleanmarl.evaluate import evaluate, save_video
-from cleanmarl.run import load_checkpoint
+from cleanmarl.run import load_checkpoint, load_states
 
 
 @dataclass
@@ -84,7 +84,7 @@ def main(args: Args) -> dict[str, float]:
     options = {"render_mode": "human" if args.render else "rgb_array"} if args.render or args.video else {}
     envs = script.make_envs(run_args, 1, **options)
     agent = script.Agent(envs, run_args)
-    agent.load_state_dict(checkpoint["modules"]["agent"])
+    load_states(checkpoint, args.run_dir, agent=agent)
     frames = [] if args.video else None
     torch.set_num_threads(1)
     metrics = evaluate(envs, script.make_policy(agent, args.greedy), args.episodes, args.seed, frames)

@@ -8,54 +8,145 @@
         run.evaluate(make_envs, policy)
 
 A run folder `runs/{env_id}__{script}__{seed}__{time}` holds `args.json` (arguments, command, versions, commit), a copy
-of the script, TensorBoard events, `checkpoint.pt` and, once the run is complete, `done.json`.
+of the script, TensorBoard events, `checkpoint.pt` and, once the run is complete, `done.json`. Its file `lock` is locked
+while a process writes into the folder.
 """
 
 import dataclasses
+import fcntl
 import gc
+import hashlib
 import importlib.metadata
 import json
 import math
+import mmap
+import os
+import pickle
 import random
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tqdm import tqdm
 
-from cleanmarl.cli import RunError, UsageError, check, import_optional, load_args, read_run
+from cleanmarl.cli import RunError, UsageError, check, import_optional, load_args, read_run, tell
 from cleanmarl.envs import EnvError, WorkerError
 from cleanmarl.evaluate import evaluate, save_video
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
 EVAL_SEED = 2**30  # added to the seed: training adds the step, so that evaluation meets other episodes
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
+FORMAT = 1  # of checkpoints: raised when an older one can no longer be read
+DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 class NonFiniteError(RunError):
-    """A loss is NaN or infinite: the run stops and its last checkpoint stays as it was."""
+    """A loss or a number of a checkpoint is NaN or infinite: the run stops, its last checkpoint stays as it was."""
+
+
+class WriteError(RunError):
+    """The run folder cannot be written any more: the run stops, its last checkpoint stays as it was."""
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """What torch.save writes, and its SHA-256, which torch.load passes over; OSError or RuntimeError if it cannot.
+
+    Atomically: a crash at any moment leaves the previous file or the new one whole.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb+") as file:
+            torch.save(checkpoint, file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())  # after all that was read
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The latest checkpoint of a run folder, on the CPU; UsageError if it has none."""
+    """The latest checkpoint of a run folder, on the CPU; UsageError if it has none, or one that is not what it was."""
     path = Path(folder) / "checkpoint.pt"
     check(path.exists(), f"{folder} has no checkpoint.pt: the run ended before it saved one")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of many kinds, for what is no checkpoint
+        with path.open("rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+                is_whole = hashlib.sha256(view[:-DIGEST_SIZE]).digest() == view[-DIGEST_SIZE:]
+            check(is_whole, f"{path} is damaged, or of another version of cleanmarl")
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UsageError(f"{path} is damaged and cannot be read") from error
+    is_ours = isinstance(checkpoint, dict) and checkpoint.get("format") == FORMAT
+    check(is_ours, f"{path} is no checkpoint of this version of cleanmarl")
+    script, wanted = checkpoint["script"], read_run(folder)["script"]
+    check(script == wanted, f"{path} is a checkpoint of {script}.py, not of {wanted}.py")
+    return checkpoint
+
+
+def load_states(checkpoint: dict[str, Any], folder: Path, **modules: Any) -> None:
+    """Give each of the modules its state in the checkpoint of a run folder; UsageError if it does not fit."""
+    for name, module in modules.items():
+        try:
+            module.load_state_dict(checkpoint["modules"][name])
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(
+                f"the {name} of {folder}/checkpoint.pt does not fit the script as it is ({reason})"
+            ) from error
+
+
+def not_finite(x: Any, name: str) -> str | None:
+    """The name of the first part of nested dicts, lists and tensors with a number that is NaN or infinite, or None."""
+    if isinstance(x, torch.Tensor) and x.is_floating_point():
+        # If a sum is finite, so are its parts: quicker than to look at each, and needs no memory in a large buffer.
+        return None if x.sum().isfinite() or x.isfinite().all() else name
+    if isinstance(x, dict | list | tuple):
+        items = x.items() if isinstance(x, dict) else enumerate(x)
+        return next(filter(None, (not_finite(value, f"{name}.{key}") for key, value in items)), None)
+    return name if isinstance(x, float) and not math.isfinite(x) else None
+
+
+class EventFile:
+    """A new event file for TensorBoard. It writes at once, so that OSError comes where a point is added."""
+
+    def __init__(self, folder: Path, purge_step: int | None):
+        _wait_for_next_second(folder)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self.file = (folder / name).open("xb")
+        self._add(file_version="brain.Event:2")
+        if purge_step is not None:
+            self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, **event) -> None:
+        RecordWriter(self.file).write(Event(wall_time=time.time(), **event).SerializeToString())
+        self.file.flush()
+
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        """Write a point of each metric, in one event: one for each would cost a fast script a fifth of its time."""
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        self._add(step=step, summary=Summary(value=values))
+
+    def close(self) -> None:
+        with suppress(OSError):  # what could not be written has been said
+            self.file.close()
 
 
 class Run:
@@ -75,25 +166,27 @@ class Run:
             wandb = import_optional("wandb", "--track")
         if args.capture_video:
             import_optional("moviepy", "--capture-video")
-        if args.resume is None:
-            self._make_folder()
-        else:
-            self._resume_folder()
-        resumed = f" (resumed at step {self.step:,})" if self.step else ""
-        print(f"run folder: {self.folder}{resumed}", flush=True)
-        if args.track:
-            name, config = self.folder.name, dataclasses.asdict(args)
-            where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(self.folder)}
-            self.wandb = wandb.init(name=name, id=name, resume="allow", config=config, **where)
+        with ExitStack() as on_error:  # whoever could not begin leaves the folder unlocked
+            if args.resume is None:
+                self._make_folder(on_error)
+            else:
+                self._resume_folder(on_error)
+            resumed = f" (resumed at step {self.step:,})" if self.step else ""
+            tell(f"run folder: {self.folder}{resumed}")
+            if args.track:
+                name, config = self.folder.name, dataclasses.asdict(args)
+                where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(self.folder)}
+                self.wandb = wandb.init(name=name, id=name, resume="allow", config=config, **where)
 
-        _wait_for_next_second(self.folder)
-        # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
-        self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1 if self.step else None)
-        self.start_step, self.start_time = self.step, time.perf_counter()
-        self.last_point = self.last_checkpoint = self.last_step = self.step
-        self.last_line = self.start_time
+            # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
+            with self._writing():
+                self.events = EventFile(self.folder, purge_step=self.step + 1 if self.step else None)
+            self.start_step, self.start_time = self.step, time.perf_counter()
+            self.last_point = self.last_checkpoint = self.last_step = self.step
+            self.last_line = self.start_time
+            on_error.pop_all()
 
-    def _make_folder(self) -> None:
+    def _make_folder(self, on_error: ExitStack) -> None:
         args = self.args
         env_id = re.sub(r"[^\w.=-]+", "-", args.env_id)
         name = f"{env_id}__{self.script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -107,32 +200,41 @@ class Run:
             "git_commit": _git_commit(),
         }
         self.folder = Path(args.runs_dir, name)
+        is_made = False
         try:
             self.folder = _new_folder(self.folder)
+            is_made = True
+            self.lock = on_error.enter_context(_lock(self.folder))
             self._write_json("args.json", meta)
             self._keep_script()
         except OSError as error:
+            if is_made:
+                shutil.rmtree(self.folder, ignore_errors=True)
             reason = f"cannot write the run folder {self.folder} ({error.strerror})"
             raise UsageError(f"{reason}; choose another place with --runs-dir") from error
 
-    def _resume_folder(self) -> None:
+    def _resume_folder(self, on_error: ExitStack) -> None:
         self.folder, total = Path(self.args.resume), self.args.total_timesteps
         stored = load_args(type(self.args), self.folder, self.script)
-        checkpoint = load_checkpoint(self.folder)
-        complete = (self.folder / "done.json").exists() and total <= stored.total_timesteps
-        check(not complete, f"{self.folder} is complete at step {checkpoint['step']:,}; raise --total-timesteps")
-        self._restore(checkpoint)
-        # From now on these are the run's arguments, for the next --resume as well.
-        meta = read_run(self.folder) | {"args": dataclasses.asdict(self.args) | {"resume": None}}
-        self._write_json("args.json", meta)
-        self._keep_script()
-        (self.folder / "done.json").unlink(missing_ok=True)
+        try:
+            self.lock = on_error.enter_context(_lock(self.folder))
+            checkpoint = load_checkpoint(self.folder)
+            complete = (self.folder / "done.json").exists() and total <= stored.total_timesteps
+            check(not complete, f"{self.folder} is complete at step {checkpoint['step']:,}; raise --total-timesteps")
+            self._restore(checkpoint)
+            # From now on these are the run's arguments, for the next --resume as well.
+            meta = read_run(self.folder) | {"args": dataclasses.asdict(self.args) | {"resume": None}}
+            self._write_json("args.json", meta)
+            self._keep_script()
+            (self.folder / "done.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot write the run folder {self.folder} ({error.strerror})") from error
 
     def _keep_script(self) -> None:
         """A copy of the script as it is now: `enjoy` plays with it, and the run can be had again."""
         copy, text = self.folder / f"{self.script}.py", self.source.read_text()
         if copy.exists() and copy.read_text() != text:
-            print(f"{self.script}.py has changed since the run began; it goes on as it is now", flush=True)
+            tell(f"{self.script}.py has changed since the run began; it goes on as it is now")
         if copy != self.source:
             copy.write_text(text)
 
@@ -142,8 +244,11 @@ class Run:
         temporary.replace(self.folder / name)
 
     def __enter__(self) -> "Run":
+        signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: the run goes on when its terminal is closed
+            signals.remove(signal.SIGHUP)
         if threading.current_thread() is threading.main_thread():
-            self.old_handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+            self.old_handlers = {s: signal.signal(s, self._on_signal) for s in signals}
         gc.collect()
         gc.freeze()  # what was imported is not searched for garbage again: a tenth of a fast script's time
         if sys.stderr.isatty():
@@ -151,35 +256,56 @@ class Run:
         return self
 
     def __exit__(self, error_type, error, traceback) -> None:
-        for signum, handler in getattr(self, "old_handlers", {}).items():
-            signal.signal(signum, handler)
-        gc.unfreeze()
-        if error_type is None:
-            self.save()
-            seconds = round(time.perf_counter() - self.start_time, 1)
+        try:
+            if error_type is None:
+                self._finish()
+            elif issubclass(error_type, Exception) and not issubclass(error_type, NonFiniteError | WriteError):
+                self._save_before(error)
+        finally:
+            for signum, handler in getattr(self, "old_handlers", {}).items():
+                signal.signal(signum, handler)
+            gc.unfreeze()
+            if self.bar is not None:
+                with suppress(OSError):
+                    self.bar.close()
+            self.events.close()
+            if self.wandb is not None:
+                self.wandb.finish()
+            self.lock.close()
+
+    def _finish(self) -> None:
+        self.save()
+        seconds = round(time.perf_counter() - self.start_time, 1)
+        with self._writing():
             self._write_json("done.json", {"step": self.step, "seconds": seconds})
-            self._print(f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))}, saved in {self.folder}")
-            self._print(f"  curves: tensorboard --logdir {self.folder}")
-            self._print(f"  play:   python -m cleanmarl.enjoy {self.folder}")
-        elif issubclass(error_type, Exception) and error_type is not NonFiniteError:
-            self.save()  # an environment that died should not cost the run
-            print(f"saved step {self.step:,} in {self.folder} before the error below", file=sys.stderr)
-        if self.bar is not None:
-            self.bar.close()
-        self.writer.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+        self._print(f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))}, saved in {self.folder}")
+        self._print(f"  curves: tensorboard --logdir {self.folder}")
+        self._print(f"  play:   python -m cleanmarl.enjoy {self.folder}")
+
+    def _save_before(self, error: Exception) -> None:
+        """An environment that died should not cost the run."""
+        try:
+            self.save()
+            tell(f"saved step {self.step:,} in {self.folder} before the error below", sys.stderr)
+        except RunError as second:
+            tell(f"{second} (before the error below)", sys.stderr)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        if self.stop_signal is not None:
+        if self.stop_signal is None:
+            self.stop_signal = signum
+            self._print("stopping as soon as what is under way is saved (again to stop at once)")
+        elif signum != signal.SIGHUP:  # which the kernel and the shell both send
             raise KeyboardInterrupt  # asked twice: stop at once
-        self.stop_signal = signum
-        self._print("stopping as soon as what is under way is saved (again to stop at once)")
 
     def log_episodes(self, info: dict[str, Any]) -> None:
         """Count the episodes that ended (info's `episode` and `_episode`); the next point shows their mean."""
         ended = info["_episode"]
         returns = info["episode"]["r"][ended].reshape(ended.sum(), -1)  # (episodes, agents)
+        if not np.isfinite(returns).all():
+            episode, agent = np.argwhere(~np.isfinite(returns))[0]
+            of_agent = f" of agent {agent}" if returns.shape[1] > 1 else ""
+            where = f"environment {np.flatnonzero(ended)[episode]}"
+            raise self._non_finite(f"the return{of_agent} in {where} is {returns[episode, agent]}")
         self.num_episodes += len(returns)
         self.episodes["rollout/ep_reward"] += returns.sum(1).tolist()
         self.episodes["rollout/ep_length"] += info["episode"]["l"][ended].tolist()
@@ -218,9 +344,8 @@ class Run:
 
     def write(self, metrics: dict[str, float]) -> None:
         """Write a point of each metric at the current step, whether or not one is due."""
-        # One event for the whole point: one per metric costs a fast script a fifth of its time.
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        self.writer.file_writer.add_summary(Summary(value=values), self.step)
+        with self._writing():
+            self.events.add(metrics, self.step)
         if self.wandb is not None:
             self.wandb.log(metrics, step=self.step)
 
@@ -253,13 +378,24 @@ class Run:
             save_video(frames, self.folder / "videos" / f"step-{self.step}.mp4")
 
     def _non_finite(self, what: str) -> NonFiniteError:
-        saved = f"there is no checkpoint yet in {self.folder}"
+        return NonFiniteError(f"{what} at step {self.step:,}; {self._last_good()}")
+
+    def _last_good(self) -> str:
         if (self.folder / "checkpoint.pt").exists():
-            saved = f"last good checkpoint: step {self.last_checkpoint:,} in {self.folder}"
-        return NonFiniteError(f"{what} at step {self.step:,}; {saved}")
+            return f"last good checkpoint: step {self.last_checkpoint:,} in {self.folder}"
+        return f"there is no checkpoint yet in {self.folder}"
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk, or a folder that is gone, is one line: why, which step is lost, and what is left."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch tells the first as the second
+            reason = f"{self.folder} cannot be written ({_cause(error)}) at step {self.step:,}"
+            raise WriteError(f"{reason}; {self._last_good()}") from error
 
     def _stop(self) -> None:
-        print(f"stopped at step {self.step:,}; continue with --resume {self.folder}", flush=True)
+        self._print(f"stopped at step {self.step:,}; continue with --resume {self.folder}")
         raise SystemExit(128 + self.stop_signal)
 
     def _sps(self) -> float:
@@ -268,7 +404,8 @@ class Run:
     def _show(self, episodes: dict[str, float], is_last: bool) -> None:
         return_ = episodes.get("rollout/ep_reward")
         if self.bar is not None:
-            self.bar.update(self.step - self.bar.n)
+            with suppress(OSError):  # of a terminal that was closed
+                self.bar.update(self.step - self.bar.n)
             if return_ is not None:
                 self.bar.set_postfix_str(f"return {return_:.1f}", refresh=False)
         elif time.perf_counter() - self.last_line >= LINE_SECONDS or is_last:
@@ -278,37 +415,34 @@ class Run:
             self._print(f"step {self.step:,}/{total:,}  {self.step / total:.0%}  SPS {sps:,.0f}{latest}  ETA {left}")
 
     def _print(self, line: str) -> None:
-        if self.bar is not None:
-            self.bar.write(line)
-        else:
-            print(line, flush=True)
+        with suppress(OSError):
+            if self.bar is not None:
+                self.bar.clear()  # the line takes its place
+        tell(line)
 
     def save(self) -> None:
-        """Write checkpoint.pt atomically: a crash at any moment leaves the previous one or the new one whole.
+        """Write checkpoint.pt: whole and finite, or not at all.
 
-        Raises NonFiniteError, and leaves it as it was, if a network has weights that are not finite: the losses of an
-        update are those before its last step.
+        Raises NonFiniteError if a number of it is NaN or infinite (losses are those before the last step of an update,
+        and no loss tells of a normaliser's statistics), and WriteError if the disk is full or gone; both leave the
+        checkpoint as it was.
         """
-        networks = {name: module for name, module in self.modules.items() if isinstance(module, torch.nn.Module)}
-        for name, network in networks.items():
-            if not all(p.isfinite().all() for p in network.parameters()):
-                raise self._non_finite(f"a weight of {name} is not finite")
-        self.writer.flush()  # what the checkpoint has seen, the event files have too
         name, keys, *numbers = np.random.get_state()  # noqa: NPY002
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         randoms = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
         randoms["numpy"] = (name, torch.from_numpy(keys.astype(np.int64)), *numbers)
-        checkpoint = {"step": self.step, "num_episodes": self.num_episodes, "random": randoms}
-        checkpoint["modules"] = {name: module.state_dict() for name, module in self.modules.items()}
-        temporary = self.folder / "checkpoint.tmp"
-        torch.save(checkpoint, temporary)
-        temporary.replace(self.folder / "checkpoint.pt")
+        checkpoint = {"format": FORMAT, "script": self.script, "step": self.step, "num_episodes": self.num_episodes}
+        checkpoint |= {"random": randoms, "modules": {name: x.state_dict() for name, x in self.modules.items()}}
+        for name, state in checkpoint["modules"].items():
+            if bad := not_finite(state, name):
+                raise self._non_finite(f"{bad} is not finite")
+        with self._writing():
+            write_checkpoint(checkpoint, self.folder / "checkpoint.pt")
         self.last_checkpoint = self.step
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         self.step, self.num_episodes, randoms = checkpoint["step"], checkpoint["num_episodes"], checkpoint["random"]
-        for name, module in self.modules.items():
-            module.load_state_dict(checkpoint["modules"][name])
+        load_states(checkpoint, self.folder, **self.modules)
         random.setstate(randoms["python"])
         torch.set_rng_state(randoms["torch"])
         if torch.cuda.is_available() and randoms["cuda"]:
@@ -336,6 +470,29 @@ def _new_folder(folder: Path) -> Path:
             return folder
         except FileExistsError:
             folder = folder.with_name(f"{folder.name}-again")
+
+
+def _lock(folder: Path) -> TextIO:
+    """Lock the folder until the file that it returns is closed, or this process is gone; UsageError if it is locked."""
+    file = (folder / "lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise UsageError(f"{folder} is being written by another process: wait until it ends, or stop it") from error
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def _cause(error: BaseException | None) -> str:
+    """What the system said: "No space left on device"."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    while error is not None:
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        error = error.__context__
+    return reason
 
 
 def _version(package: str) -> str | None:

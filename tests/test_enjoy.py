@@ -14,9 +14,9 @@ from gymnasium import spaces
 from optional import needs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cleanmarl import enjoy, ippo, ppo
+from cleanmarl import enjoy, ippo_per_agent, ppo
 from cleanmarl.envs import EnvError
-from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint
+from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint, write_checkpoint
 
 MOVIEPY = needs("moviepy")
 
@@ -51,8 +51,8 @@ def ppo_run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ippo_run(tmp_path_factory) -> Path:
     """With the normalisers, whose statistics play a part in what the policies do."""
-    return ippo.main(
-        ippo.Args(
+    return ippo_per_agent.main(
+        ippo_per_agent.Args(
             total_timesteps=1000,
             num_envs=1,
             num_steps=100,
@@ -83,11 +83,11 @@ def test_greedy_play_equals_the_evaluation_of_the_run(run_folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     mean, std, length = (metrics[f"eval/{name}"] for name in ("ep_reward", "std_ep_reward", "ep_length"))
     step = load_checkpoint(run_folder)["step"]
-    env_id, name = ("mpe/simple_spread_v3", "ippo") if len(metrics) > 3 else ("CartPole-v1", "ppo")
+    env_id, name = ("mpe/simple_spread_v3", "ippo_per_agent") if len(metrics) > 3 else ("CartPole-v1", "ppo")
     assert lines[0] == f"{env_id}, {name} at step {step:,}, 3 episodes"
     assert lines[1] == f"return {mean:.2f} ± {std:.2f}, length {length:.1f}"
     agents = [f"  {key.removeprefix('eval/')} {value:.2f}" for key, value in metrics.items() if "_agent_" in key]
-    assert lines[2:] == agents and len(agents) == (3 if name == "ippo" else 0)
+    assert lines[2:] == agents and len(agents) == (3 if name == "ippo_per_agent" else 0)
 
 
 def test_greedy_and_sampled(tmp_path, capsys):
@@ -97,7 +97,7 @@ def test_greedy_and_sampled(tmp_path, capsys):
     actor = {key: x for key, x in checkpoint["modules"]["agent"].items() if key.startswith("actor.4")}
     actor["actor.4.weight"].zero_()
     actor["actor.4.bias"][:] = torch.tensor([0.25, 0.75]).log()
-    torch.save(checkpoint, folder / "checkpoint.pt")
+    write_checkpoint(checkpoint, folder / "checkpoint.pt")
 
     enjoy.main(enjoy.Args(folder, episodes=5, greedy=True))
     assert "return 10.00 ± 0.00, length 10.0\n" in capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_what_cannot_be_played(ppo_run, tmp_path):
     (folder / "args.json").write_text(json.dumps(meta | {"args": [1]}))
     assert "not a run folder" in refused()
     (folder / "args.json").write_text(json.dumps(meta | {"script": "run"}))
-    assert "is no run of a script" in refused()
+    assert "is no script that can be played" in refused()
     (folder / "args.json").write_text(json.dumps(meta))
     assert "has no checkpoint.pt" in refused()
     (folder / "checkpoint.pt").write_text("not what torch saves")
@@ -214,7 +214,7 @@ def test_what_cannot_be_played(ppo_run, tmp_path):
     assert "no_such_flag" in refused()
     folder = ppo_run
     assert "--episodes" in refused(episodes=0)
-    assert "--seed must be 0 or more, not -1" in refused(seed=-1)
+    assert "--seed must be at least 0, not -1" in refused(seed=-1)
     assert ".mp4 or .gif" in refused(video=Path("film.avi"))
 
 
