@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
+import optional
 import pytest
 import torch
 
@@ -37,18 +39,24 @@ HEADS = [
 ]
 EDITS = {"activation": ACTIVATION, "layers": LAYERS, "heads": HEADS}
 
-# Arguments of two short updates, of 1,000 rows of observations at least.
+# Arguments of two short updates, of 1,000 rows of observations at least; fewer where the observations are pictures.
 PPO = {"total_timesteps": 2000, "num_envs": 4, "num_steps": 250, "eval_episodes": 2}
 MANY = {"total_timesteps": 800, "num_envs": 4, "num_steps": 100, "eval_episodes": 2}
 IMPALA = {"total_timesteps": 2000, "num_envs": 10, "unroll_length": 100, "num_actors": 0, "eval_episodes": 2}
-ATARI = {"total_timesteps": 512, "num_envs": 2, "num_steps": 128, "eval_episodes": 0}
-SCRIPTS = {  # and the size of an observation
+PENDULUM = {"env_id": "Pendulum-v1"}
+PIXELS = {"total_timesteps": 128, "num_envs": 2, "num_steps": 32, "num_minibatches": 2, "eval_episodes": 0}
+SCRIPTS = {  # and the size of an observation; 0: added heads read the value instead
     "ppo": (PPO, 4),
     "ppo_shared": (PPO, 4),
-    "ppo_continuous_action": (
-        PPO | {"num_envs": 1, "num_steps": 1024, "total_timesteps": 2048, "env_id": "Pendulum-v1"},
-        3,
-    ),
+    "ppo_continuous_action": (PPO | PENDULUM | {"num_envs": 1, "num_steps": 1024, "total_timesteps": 2048}, 3),
+    "ppo_multidiscrete": (PPO, 0),
+    "ppo_multidiscrete_mask": (PPO, 0),
+    "ppo_selfplay": (PPO | {"num_envs": 32, "num_steps": 32, "total_timesteps": 2048}, 0),
+    "ppo_atari": (PIXELS, 0),
+    "ppo_atari_envpool": (PIXELS, 0),
+    "ppo_atari_lstm": (PIXELS, 0),
+    "ppo_atari_multigpu": (PIXELS, 0),
+    "ppo_procgen": (PIXELS, 0),
     "ippo": (MANY, 18),
     "ippo_per_agent": (MANY, 18),
     "ippo_continuous_action": (MANY, 18),
@@ -60,9 +68,15 @@ SCRIPTS = {  # and the size of an observation
     "coppo_matrix": (MANY, 18),
     "coppo_lstm": (MANY, 18),
     "impala": (IMPALA, 4),
-    "impala_replay": (IMPALA, 4),
-    "impala_continuous_action": (IMPALA | {"env_id": "Pendulum-v1"}, 3),
+    "impala_replay": (IMPALA | {"replay_size": 0}, 4),
+    "impala_continuous_action": (IMPALA | PENDULUM, 3),
+    "impala_atari_envpool": (
+        IMPALA | {"total_timesteps": 128, "num_envs": 2, "unroll_length": 32, "eval_episodes": 0},
+        0,
+    ),
 }
+NEEDS = {"ppo_atari": "ale_py", "ppo_atari_lstm": "ale_py", "ppo_procgen": "Qt 5"}
+HAVE_NO_HIDDEN = ("ppo_atari", "ppo_procgen", "ppo_selfplay", "impala_atari")  # layers of the kind that LAYERS adds to
 
 
 WORDS = {  # what the losses call observations and ratios
@@ -75,7 +89,8 @@ def copy_of(script: str, edits: list[tuple[str, str]], folder: Path, obs_size: i
     """my_<script>.py in `folder`, each edit (pattern, replacement) made at least once, as a module."""
     source = Path(cleanmarl.__file__).with_name(f"{script}.py").read_text()
     for pattern, replacement in edits:
-        words = WORDS["impala" if script.startswith("impala") else "ppo"] | {"SIZE": str(obs_size)}
+        words = WORDS["impala" if script.startswith("impala") else "ppo"] | {"SIZE": str(obs_size or 1)}
+        words |= {} if obs_size else {"OBS": "new_value.detach()[..., None]"}
         for word, text in words.items():
             replacement = replacement.replace(word, text)
         source, count = re.subn(pattern, replacement, source)
@@ -88,15 +103,19 @@ def copy_of(script: str, edits: list[tuple[str, str]], folder: Path, obs_size: i
     return module
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("script", SCRIPTS)
+EDITED = [(script, edit) for script in SCRIPTS for edit in EDITS]
+EDITED = [(script, edit) for script, edit in EDITED if edit != "layers" or not script.startswith(HAVE_NO_HIDDEN)]
+
+
+@pytest.mark.parametrize("script, edit", EDITED)
 def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script, edit, tmp_path):
+    optional.need(NEEDS.get(script, "numpy"))
     flags, obs_size = SCRIPTS[script]
     module = copy_of(script, EDITS[edit] + KEEP_RATIOS, tmp_path, obs_size)
     args = module.Args(**flags, runs_dir=str(tmp_path))
     module.set_up(args)
     agent = module.Agent(module.make_envs(args, args.num_envs), args)  # as the run makes it
-    start = {name: p.clone() for name, p in agent.state_dict().items()}
+    start = {name: p.clone() for name, p in agent.named_parameters()}
     new = [
         name
         for name, p in agent.named_parameters()
@@ -117,6 +136,68 @@ def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script,
     module.main(dataclasses.replace(args, resume=folder, total_timesteps=total + total // 2))
     assert load_checkpoint(folder)["step"] == total + total // 2
     torch.testing.assert_close(module.RATIOS[0], torch.ones_like(module.RATIOS[0]), atol=1e-5, rtol=0)
+
+
+WITHOUT_RATIOS = {  # losses that need no probability of what acted: arguments of some updates
+    "coma": {"total_timesteps": 200, "num_envs": 4, "num_steps": 25},
+    "maddpg": {"total_timesteps": 100, "batch_size": 2},
+    "maddpg_multienvs": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "maddpg_continuous_action": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "maddpg_lstm": {"total_timesteps": 100, "batch_size": 2},
+    "maddpg_lstm_multienvs": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+}
+MADDPG = [
+    (
+        r"(\n +)(self\.actor = \w*\.?\w+\(\*layers, )",
+        r"\1self.predictor = nn.Linear(18, 5)\1\2nn.LayerNorm(hidden), nn.GELU(), ",
+    ),
+    (r"(return -\(q \* batch\.alive.*)", r"\1 + agent.predictor(batch.obs).square().mean()"),
+]
+COMA = [*ACTIVATION, *LAYERS, (HEADS[0][0], r"\1self.predictor = nn.Linear(18, 5)\1\2")]
+COMA += [(HEADS[1][0], r"\1\2\1loss = loss + agent.predictor(batch.obs).square().mean()")]
+
+
+@pytest.mark.parametrize("script", WITHOUT_RATIOS)
+def test_an_edited_copy_without_ratios_acts_as_it_learns_trains_what_is_new_and_resumes(script, tmp_path):
+    flags = WITHOUT_RATIOS[script] | {"eval_episodes": 2, "runs_dir": str(tmp_path)}
+    module = copy_of(script, COMA if script == "coma" else MADDPG, tmp_path, 18)
+    args = module.Args(**flags)
+    module.set_up(args)
+    folder = module.main(args)
+    before = load_checkpoint(folder)["modules"]["agent"]
+    total = 2 * args.total_timesteps
+    module.main(dataclasses.replace(args, resume=folder, total_timesteps=total))
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint["step"] >= total
+    envs = module.make_envs(args, 1)
+    agent = module.Agent(envs, args)
+    agent.load_state_dict(checkpoint["modules"]["agent"])
+    for name, p in agent.named_parameters():
+        assert "target" in name or (before[name] != p).any(), f"{name} has not moved"
+
+    rng = np.random.default_rng(0)
+    obs = rng.normal(size=(14, 25, 3, 18)).astype(np.float32)  # (N, T, A, D): 1,050 observations
+    mask, done = np.ones((14, 3, 5), bool), np.ones(14, bool)
+    policy, acted = module.make_policy(agent, greedy=True), []
+    with torch.no_grad():
+        for t in range(25):
+            acted.append(policy(obs[:, t], {"action_mask": mask, "agent_mask": mask[..., 0]}, done & (t == 0)))
+        learned = what_the_loss_sees(agent, torch.from_numpy(obs))
+    acted = np.stack(acted, 1)
+    if acted.dtype == np.float32:
+        np.testing.assert_allclose(acted, learned, atol=1e-5)
+    else:
+        assert (acted == learned.argmax(-1).numpy()).all() and len(np.unique(acted)) > 1
+
+
+def what_the_loss_sees(agent, obs):
+    """Logits or actions (N, T, A, K) of observations (N, T, A, D), episodes of T steps, as the loss has them."""
+    mask = torch.ones(*obs.shape[:3], 5, dtype=torch.bool)
+    if hasattr(agent, "action"):
+        return agent.action(obs)
+    if hasattr(agent, "share_parameters"):  # COMA's rows
+        return agent.logits(obs.flatten(0, 1), mask.flatten(0, 1)).unflatten(0, obs.shape[:2])
+    return agent.logits(obs, mask)
 
 
 SECOND_COPY = {  # the fault of the first version: the actor written a second time, in NumPy
