@@ -138,7 +138,7 @@ class Agent(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # detail atari-9: pixels are scaled to [0, 1]
-        # bfloat16 may be rounded otherwise for N rows than for a minibatch: then the first ratio is 1 to two digits only
+        # bfloat16 may be rounded otherwise for N rows than for a minibatch: then the first ratio is 1 to two digits
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             hidden = self.network(obs.to(torch.float32, memory_format=torch.channels_last).div_(255))
         hidden = hidden.float()

@@ -385,8 +385,6 @@ def test_two_updates(tmp_path, env_id):
     assert np.isfinite(points["train/policy_loss"] + points["train/value_loss"] + points["train/entropy"]).all()
     assert len(points["eval/elo"]) == len(points["eval/win_rate_random"]) == 3  # before, and after each update
     assert len(points["eval/win_rate_past"]) == 2
-    files = {"args", "checkpoint", "done", "events", "ppo_selfplay"}
-    assert {path.name.split(".")[0] for path in folder.iterdir()} == files
 
 
 @pytest.mark.parametrize("env_id", ["ConnectFour-v1", "TicTacToe-v1"])
