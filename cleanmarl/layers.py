@@ -129,6 +129,10 @@ class StackedCell(nn.Module):
         """The state (..., S) after a step; x, remembered (..., G * H) are its gates' two parts. Tensors or arrays."""
         raise NotImplementedError
 
+    def output(self, state):
+        """Its part of a state; a slice of all would cost each step of the backward pass a copy."""
+        return state if self.num_states == 1 else state[..., : self.size_hidden]
+
     def forward(self, x: torch.Tensor, state: torch.Tensor, forget: torch.Tensor | None = None, last: bool = False):
         """Run the T steps in rows x (T * N, A, in) from state (N, A, S), which is 0 after those in forget (T * N, A).
 
@@ -137,25 +141,20 @@ class StackedCell(nn.Module):
         """
         (N, A), T = state.shape[:2], len(x) // len(state)
 
-        def by_network(
-            x: torch.Tensor,
-        ) -> torch.Tensor:  # rows -> (M, T, B, ...), where B = N * A, or N of each network
-            return (
-                x.reshape(1, -1, N * A, *x.shape[2:])
-                if self.num_networks == 1
-                else x.movedim(1, 0).unflatten(1, (-1, N))
-            )
+        def by_network(x: torch.Tensor) -> torch.Tensor:  # -> (M, T, B, ...), where B = N * A, or N of each network
+            shared = self.num_networks == 1
+            return x.reshape(1, -1, N * A, *x.shape[2:]) if shared else x.movedim(1, 0).unflatten(1, (-1, N))
 
         gates = torch.baddbmm(self.bias_ih, by_network(x).flatten(1, 2), self.weight_ih).unflatten(1, (T, -1))
         keep = [None] * T if forget is None else by_network(~forget)[..., None].to(x.dtype).unbind(1)
         state, states = by_network(state)[:, 0], []
         for gates_now, kept in zip(gates.unbind(1), keep):
-            remembered = torch.baddbmm(self.bias_hh, state[..., : self.size_hidden], self.weight_hh)
+            remembered = torch.baddbmm(self.bias_hh, self.output(state), self.weight_hh)
             states.append(self.step(gates_now, remembered, state, *TORCH))
             state = states[-1] if kept is None else states[-1] * kept
         states = torch.stack(states, 1).flatten(1, 2)  # (M, T * B, S)
         states = states[0].unflatten(0, (-1, A)) if self.num_networks == 1 else states.swapaxes(0, 1)
-        return states[..., : self.size_hidden], states[-N:] if last else states
+        return self.output(states), states[-N:] if last else states
 
 
 class StackedGRU(StackedCell):
@@ -403,16 +402,16 @@ def numpy_recurrent(network: Recurrent):
 
 def numpy_cell(layer: StackedCell):
     """One step: x (N, A, in), state (N, A, S) -> output (N, A, H), state (N, A, S)."""
-    H, shared = layer.size_hidden, layer.num_networks == 1
+    shared = layer.num_networks == 1
     weights = [to_numpy(w) for w in (layer.weight_ih, layer.bias_ih, layer.weight_hh, layer.bias_hh)]
     weight_ih, bias_ih, weight_hh, bias_hh = (w[0] for w in weights) if shared else weights
 
     def step(x: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         shape = state.shape
         x, state = (a.reshape(-1, a.shape[-1]) if shared else a.swapaxes(0, 1) for a in (x, state))
-        state = layer.step(x @ weight_ih + bias_ih, state[..., :H] @ weight_hh + bias_hh, state, *NUMPY)
+        state = layer.step(x @ weight_ih + bias_ih, layer.output(state) @ weight_hh + bias_hh, state, *NUMPY)
         state = state.reshape(shape) if shared else state.swapaxes(0, 1)
-        return state[..., :H], state
+        return layer.output(state), state
 
     return step
 
