@@ -33,7 +33,7 @@ plot relu --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5" \
 same=(--total-timesteps 400000 --share-parameters --gamma 0.95 --num-envs 128 --num-steps 25 --num-minibatches 4 --update-epochs 10
     --learning-rate 7e-4 --lr-schedule constant --value-clip-coef 0.2 --ent-coef 0.01 --max-grad-norm 10 --normalize-value)
 for task in simple_spread_v3 simple_speaker_listener_v4; do
-    run ippo 5 mpe/$task runs/ippo_like_mappo "${same[@]}"
+    run ippo_per_agent 5 mpe/$task runs/ippo_like_mappo "${same[@]}"
 done
 $PYTHON benchmark/plot.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__mappo__* runs/mappo_simple_speaker_listener_v4/*__mappo__* \
     --out docs/results/mappo_critic --line random=-79.4 \
@@ -94,7 +94,7 @@ if $PYTHON -c "import smaclite" 2>/dev/null; then
     done
     run mappo 3 smaclite/3m runs/mappo_smaclite_3m_relu "${same[@]}" --value-clip-coef 0 --huber-delta 0 \
         --critic-learning-rate 8e-4 --activation relu
-    run ippo 3 smaclite/3m runs/mappo_smaclite_3m "${same[@]}" --share-parameters --lr-schedule constant --max-grad-norm 10
+    run ippo_per_agent 3 smaclite/3m runs/mappo_smaclite_3m "${same[@]}" --share-parameters --lr-schedule constant --max-grad-norm 10
     plot smaclite_3m --tag rollout/battle_won \
         --note "the settings of CleanMARL's MAPPO on this map for all"
 fi
