@@ -317,7 +317,7 @@ class Follower:
     step, folder = 0, None
 
     def __enter__(self):
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)  # the first process decides when to stop
         return self
 
