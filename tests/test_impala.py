@@ -55,7 +55,7 @@ class Broken(Clock):
         raise RuntimeError("the clock is broken")
 
 
-gym.register("Clock-v0", Clock, max_episode_steps=5)
+gym.register("ImpalaClock-v0", Clock, max_episode_steps=5)
 gym.register("Broken-v0", Broken)
 BROKEN = "test_impala:Broken-v0"  # actors are other processes, which import this module to find it
 
@@ -247,7 +247,7 @@ def test_unrolls_go_on_where_the_last_one_stopped():
 
 
 def test_time_limits_are_truncations_with_their_last_observation():
-    _, _, unrolls = play(impala.Args(env_id="Clock-v0", **SMALL))
+    _, _, unrolls = play(impala.Args(env_id="ImpalaClock-v0", **SMALL))
     expected = np.zeros((4, 16), bool)
     expected[:, [4, 9, 14]] = True
     np.testing.assert_array_equal(unrolls["truncation"], expected)
@@ -257,7 +257,7 @@ def test_time_limits_are_truncations_with_their_last_observation():
 
 
 def test_actions_are_samples_of_the_policy_and_log_probs_are_theirs():
-    args = impala.Args(env_id="Clock-v0", num_actors=0, num_envs=8, unroll_length=2000)
+    args = impala.Args(env_id="ImpalaClock-v0", num_actors=0, num_envs=8, unroll_length=2000)
     torch.manual_seed(0)
     player = impala.Player(args, 0, 0)
     agent = impala.Agent(player.envs, args)

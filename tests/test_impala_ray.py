@@ -39,7 +39,7 @@ class Broken(gym.Env):
         raise RuntimeError("the environment is broken")
 
 
-gym.register("Broken-v0", Broken)
+gym.register("RayBroken-v0", Broken)
 gym.register("Deadly-v0", Broken)
 
 
@@ -218,7 +218,7 @@ def test_an_environment_that_raises_ends_the_run_and_deaths_in_a_row_too(cluster
     import ray
 
     with pytest.raises(RunError, match=r"(?s)an actor failed:.*the environment is broken"):
-        impala_ray.main(impala_ray.Args(**flags | {"env_id": "test_impala_ray:Broken-v0"}))
+        impala_ray.main(impala_ray.Args(**flags | {"env_id": "test_impala_ray:RayBroken-v0"}))
     gym.register("Here-v0", Broken)  # and not where the actors are
     with pytest.raises(RunError, match=r"(?s)an actor failed:.*unknown environment 'Here-v0'"):
         impala_ray.main(impala_ray.Args(**flags | {"env_id": "Here-v0"}))
