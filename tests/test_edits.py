@@ -26,12 +26,18 @@ HIDDEN = (
 KEEP_RATIOS = [
     (r"\n\n\n@dataclass\n", r"\n\nRATIOS = []\n\n\n@dataclass\n"),
     (r"(\n +)((?:ratio = log_ratio|log_rho = log_prob - batch).*)", r"\1\2\1RATIOS.append(KEPT)"),
-    (r", std=0\.01\)", r", std=1.0)"),  # policies that differ from one observation to another from the start on
+    (
+        r"(std=|actor\.weight, )0\.01\)",
+        r"\g<1>1.0)",
+    ),  # policies that differ from one observation to another from the start on
 ]
 ACTIVATION = [(r"(?<!: )\b(nn\.Tanh|nn\.ReLU|activation)\(\)", "nn.GELU()")]
 LAYERS = [(HIDDEN, r"\1\2\1nn.LayerNorm(\3),\4\5,\1nn.Linear(\3, \3),\4nn.SiLU(),")]
 HEADS = [
-    (r"(\n +)(self\.critic\b.* = )", r"\1self.predictor = nn.Linear(SIZE, 5)\1self.critic2 = nn.Linear(SIZE, 1)\1\2"),
+    (
+        r"(\n +)(self\.(?:actor, self\.)?critic\b.* = )",
+        r"\1self.predictor = nn.Linear(SIZE, 5)\1self.critic2 = nn.Linear(SIZE, 1)\1\2",
+    ),
     (
         r"(\n +)(loss = (?:policy|\(policy).*)",
         r"\1\2\1loss = loss + agent.predictor(OBS).square().mean() + (agent.critic2(OBS) - 3).square().mean()",
@@ -45,6 +51,7 @@ MANY = {"total_timesteps": 800, "num_envs": 4, "num_steps": 100, "eval_episodes"
 IMPALA = {"total_timesteps": 2000, "num_envs": 10, "unroll_length": 100, "num_actors": 0, "eval_episodes": 2}
 PENDULUM = {"env_id": "Pendulum-v1"}
 PIXELS = {"total_timesteps": 128, "num_envs": 2, "num_steps": 32, "num_minibatches": 2, "eval_episodes": 0}
+PIXELS_IMPALA = {"total_timesteps": 128, "num_envs": 2, "unroll_length": 32, "num_actors": 0, "eval_episodes": 0}
 SCRIPTS = {  # and the size of an observation; 0: added heads read the value instead
     "ppo": (PPO, 4),
     "ppo_shared": (PPO, 4),
@@ -80,8 +87,8 @@ HAVE_NO_HIDDEN = ("ppo_atari", "ppo_procgen", "ppo_selfplay", "impala_atari")  #
 
 
 WORDS = {  # what the losses call observations and ratios
-    "ppo": {"OBS": "batch.obs", "KEPT": "ratio.detach()"},
-    "impala": {"OBS": 'batch["obs"]', "KEPT": "log_rho.exp().detach()"},
+    "ppo": {"OBS": "batch.obs", "VALUE": "new_value.detach()[..., None]", "KEPT": "ratio.detach()"},
+    "impala": {"OBS": 'batch["obs"]', "VALUE": "value.detach()[..., None]", "KEPT": "log_rho.exp().detach()"},
 }
 
 
@@ -89,8 +96,8 @@ def copy_of(script: str, edits: list[tuple[str, str]], folder: Path, obs_size: i
     """my_<script>.py in `folder`, each edit (pattern, replacement) made at least once, as a module."""
     source = Path(cleanmarl.__file__).with_name(f"{script}.py").read_text()
     for pattern, replacement in edits:
-        words = WORDS["impala" if script.startswith("impala") else "ppo"] | {"SIZE": str(obs_size or 1)}
-        words |= {} if obs_size else {"OBS": "new_value.detach()[..., None]"}
+        words = WORDS["impala" if script.startswith("impala") else "ppo"]
+        words = words | ({"SIZE": str(obs_size)} if obs_size else {"SIZE": "1", "OBS": words["VALUE"]})
         for word, text in words.items():
             replacement = replacement.replace(word, text)
         source, count = re.subn(pattern, replacement, source)
@@ -105,6 +112,7 @@ def copy_of(script: str, edits: list[tuple[str, str]], folder: Path, obs_size: i
 
 EDITED = [(script, edit) for script in SCRIPTS for edit in EDITS]
 EDITED = [(script, edit) for script, edit in EDITED if edit != "layers" or not script.startswith(HAVE_NO_HIDDEN)]
+EDITED = [(script, edit) for script, edit in EDITED if edit != "activation" or not script.endswith("ppo_lstm")]  # slow
 
 
 @pytest.mark.parametrize("script, edit", EDITED)
@@ -125,7 +133,8 @@ def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script,
     folder = module.main(args)
     first, last = module.RATIOS[0], module.RATIOS[-1]
     torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
-    assert (last - 1).abs().max() > 1e-3, "the policy was to move"
+    if script != "impala_atari_envpool":  # which takes one step for each batch
+        assert (last - 1).abs().max() > 1e-3, "the policy was to move"
     trained = load_checkpoint(folder)["modules"]["agent"]
     assert len(new) == (4 if edit == "heads" else 0)
     for name, _ in agent.named_parameters():
@@ -194,7 +203,7 @@ def what_the_loss_sees(agent, obs):
     """Logits or actions (N, T, A, K) of observations (N, T, A, D), episodes of T steps, as the loss has them."""
     mask = torch.ones(*obs.shape[:3], 5, dtype=torch.bool)
     if hasattr(agent, "action"):
-        return agent.action(obs)
+        return (agent.action(obs) + 1) / 2  # the units of the environment
     if hasattr(agent, "share_parameters"):  # COMA's rows
         return agent.logits(obs.flatten(0, 1), mask.flatten(0, 1)).unflatten(0, obs.shape[:2])
     return agent.logits(obs, mask)
