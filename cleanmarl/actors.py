@@ -142,7 +142,7 @@ class Actors:
         self.parameters.write(version=0)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # actors share the cores already
         resource_tracker.ensure_running()  # which unblocks signals
-        signals = {signal.SIGINT, signal.SIGTERM}  # are for the learner: actors keep what is blocked when they start
+        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # for the learner: actors keep what is blocked now
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             for i in range(args.num_actors):

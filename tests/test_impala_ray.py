@@ -53,6 +53,7 @@ def cluster():
         patch.setenv(
             "PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
         )  # actors import this file
+        patch.setenv("RAY_raylet_start_wait_time_s", "180")  # a busy machine takes longer than the 30 s that Ray waits
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
