@@ -333,6 +333,7 @@ def test_resume_refused(script, run, flags, text, runs, refused):
 def test_resume_of_damaged_folders(runs, tmp_path, refused):
     folder = tmp_path / "run"
     folder.mkdir()
+    (folder / "lock").touch()  # as every run has it; that it is held is no writing
     assert "is not a run folder" in refused("ppo", "--resume", folder)
     meta = json.loads((runs["ppo"] / "args.json").read_text())
     (folder / "args.json").write_text(json.dumps(meta))
