@@ -42,6 +42,8 @@ PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 UnitFloat = Annotated[float, Interval(ge=0, le=1)]
 
+MOST_THREADS = 1024  # some thousands are more than a system gives to one process, and torch ends without a word
+
 
 class UsageError(Exception):
     """The user asked for something impossible: shown as one line, exit status 2."""
@@ -98,6 +100,7 @@ class RunArgs:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        check(self.runs_dir.strip() != "", "--runs-dir is empty; the folder of now is --runs-dir .")
 
 
 # What may differ from the arguments of the run that --resume continues: nothing that changes the learning.
@@ -160,7 +163,8 @@ def find_device(name: str) -> torch.device:
     """The torch device called `name` (cpu, cuda, cuda:1, mps); UsageError if this machine does not have it."""
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()  # which meta has not
+        check(device.type != "cpu" or not device.index, f"--device {name} is not there; --device cpu always is")
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"--device {name} is not there ({reason}); --device cpu always is") from error
@@ -179,6 +183,8 @@ def seed_everything(seed: int, torch_threads: int) -> None:
 def set_up(args: RunArgs) -> torch.device:
     """Seed all random numbers and set torch's threads as `args` says; returns the device to learn on."""
     device = find_device(args.device)
+    message = f"--torch-threads {args.torch_threads} would crash torch; this machine has {os.cpu_count()} processors"
+    check(args.torch_threads <= max(MOST_THREADS, os.cpu_count()), message)
     seed_everything(args.seed, args.torch_threads)
     return device
 
@@ -249,6 +255,9 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
         sys.exit(2)
     except (RunError, WorkerError) as error:
         tell(f"{script}: {error}", sys.stderr)
+        sys.exit(1)
+    except (MemoryError, torch.OutOfMemoryError) as error:  # NumPy and torch say how much it would have been
+        tell(f"{script}: not enough memory: {str(error).splitlines()[0] if str(error) else 'no details'}", sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:  # Ctrl-C before the run began, or twice
         sys.exit(128 + signal.SIGINT)

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +68,17 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     return module
 
 
+def check_place(video: Path) -> None:
+    """UsageError if a video cannot be written there: better now than after all episodes."""
+    check(not video.is_dir(), f"--video {video} is a folder")
+    try:
+        video.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=video.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"--video {video} cannot be written ({error.strerror})") from error
+
+
 def main(args: Args) -> dict[str, float]:
     """Play the episodes, print and return their statistics; UsageError if the folder cannot be played."""
     check_ranges(args)
@@ -76,6 +88,7 @@ def main(args: Args) -> dict[str, float]:
     )
     if args.video:
         import_optional("moviepy", "--video")
+        check_place(args.video)
     meta = read_run(args.run_dir)
     name, script = meta["script"], load_script(args.run_dir, meta)
     run_args = load_args(script.Args, args.run_dir, name)

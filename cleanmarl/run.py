@@ -163,10 +163,10 @@ class Run:
         self.episodes = defaultdict(list)  # statistics of the episodes that ended since the last point
         self.stop_signal = self.bar = self.wandb = None
         if args.track:
-            wandb = import_optional("wandb", "--track")
+            wandb = _login()
         if args.capture_video:
             import_optional("moviepy", "--capture-video")
-        with ExitStack() as on_error:  # whoever could not begin leaves the folder unlocked
+        with ExitStack() as on_error:  # what could not begin leaves no new folder and no lock
             if args.resume is None:
                 self._make_folder(on_error)
             else:
@@ -178,13 +178,13 @@ class Run:
                 where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(self.folder)}
                 self.wandb = wandb.init(name=name, id=name, resume="allow", config=config, **where)
 
+            self.last_point = self.last_checkpoint = self.last_step = self.step
             # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
             with self._writing():
                 self.events = EventFile(self.folder, purge_step=self.step + 1 if self.step else None)
-            self.start_step, self.start_time = self.step, time.perf_counter()
-            self.last_point = self.last_checkpoint = self.last_step = self.step
-            self.last_line = self.start_time
             on_error.pop_all()
+        self.start_step, self.start_time = self.step, time.perf_counter()
+        self.last_line = self.start_time
 
     def _make_folder(self, on_error: ExitStack) -> None:
         args = self.args
@@ -200,16 +200,13 @@ class Run:
             "git_commit": _git_commit(),
         }
         self.folder = Path(args.runs_dir, name)
-        is_made = False
         try:
             self.folder = _new_folder(self.folder)
-            is_made = True
+            on_error.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self.lock = on_error.enter_context(_lock(self.folder))
             self._write_json("args.json", meta)
             self._keep_script()
         except OSError as error:
-            if is_made:
-                shutil.rmtree(self.folder, ignore_errors=True)
             reason = f"cannot write the run folder {self.folder} ({error.strerror})"
             raise UsageError(f"{reason}; choose another place with --runs-dir") from error
 
@@ -217,6 +214,8 @@ class Run:
         self.folder, total = Path(self.args.resume), self.args.total_timesteps
         stored = load_args(type(self.args), self.folder, self.script)
         try:
+            if not (self.folder / "lock").exists():
+                on_error.callback((self.folder / "lock").unlink, missing_ok=True)
             self.lock = on_error.enter_context(_lock(self.folder))
             checkpoint = load_checkpoint(self.folder)
             complete = (self.folder / "done.json").exists() and total <= stored.total_timesteps
@@ -449,6 +448,16 @@ class Run:
             torch.cuda.set_rng_state_all(randoms["cuda"])
         name, keys, *numbers = randoms["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
+
+
+def _login() -> Any:
+    """The package wandb, logged in (or offline, if WANDB_MODE says so); UsageError if it cannot be."""
+    wandb = import_optional("wandb", "--track")
+    try:
+        wandb.login()
+    except wandb.Error as error:
+        raise UsageError(f"--track: {_cause(error)} (WANDB_MODE=offline needs no login)") from error
+    return wandb
 
 
 def _wait_for_next_second(folder: Path) -> None:

@@ -30,6 +30,7 @@ import os
 import sys
 import time
 import urllib.parse
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -323,15 +324,17 @@ def make_gymnasium(
     if vectors:
         needed.append(functools.partial(as_vectors, env_id=env_id))
     try:
-        envs = gym.make_vec(
-            env_id,
-            num_envs,
-            vectorization_mode="sync",
-            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False},
-            wrappers=[*needed, *wrappers],
-            disable_env_checker=True,
-            **options,
-        )
+        with warnings.catch_warnings():  # where an old version is no longer there, the one line says so
+            warnings.filterwarnings("ignore", ".* is out of date", DeprecationWarning)
+            envs = gym.make_vec(
+                env_id,
+                num_envs,
+                vectorization_mode="sync",
+                vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False},
+                wrappers=[*needed, *wrappers],
+                disable_env_checker=True,
+                **options,
+            )
     except gym.error.DependencyNotInstalled as error:
         raise EnvError(f"{env_id} needs a package that is missing: {error}") from error
     except TypeError as error:  # its constructor takes other options
