@@ -39,9 +39,8 @@ class StackedLinear(nn.Module):
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (R, A, in), or (R, 1, in) for what all agents see."""
         if self.num_networks == 1:
-            rows = x.flatten(0, 1)
-            out = rows @ weight[0] if bias is None else torch.addmm(bias[0], rows, weight[0])
-            return out.unflatten(0, x.shape[:2])
+            rows = x.reshape(1, -1, x.shape[-1])
+            return (rows @ weight if bias is None else torch.baddbmm(bias, rows, weight)).view(*x.shape[:-1], -1)
         x = x.expand(-1, self.num_networks, -1).swapaxes(0, 1)  # (A, R, in)
         return (x @ weight if bias is None else torch.baddbmm(bias, x, weight)).swapaxes(0, 1)
 
