@@ -106,7 +106,7 @@ DETAILS = {
     "coma-1": "The counterfactual baseline: what the agent's other actions would have been worth",
     "coma-2": "The critic's targets are TD(lambda)",
     "coma-3": "The critic sees the actions of the other agents",
-    "recurrent-1": "The memory is reset at the ends of episodes and at deaths",
+    "recurrent-1": "Memories are emptied where an episode begins and when an agent comes back to life",
     "recurrent-2": "Sequences are replayed from the states that were stored at their start",
     "maddpg-1": "Critics see all, actors what their agent observes",
     "maddpg-2": "Gumbel-softmax: hard samples act and train the critics, soft ones train the actor",
