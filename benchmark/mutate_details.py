@@ -1,4 +1,4 @@
-"""Break every implementation detail of PPO in a copy of the repository, one line at a time, and see its tests fail.
+"""Break every implementation detail in a copy of the repository, one line at a time, and see its tests fail.
 
     python benchmark/mutate_details.py                            # all of them, some minutes
     python benchmark/mutate_details.py core-5 atari-3 --workers 2
@@ -36,6 +36,10 @@ BELOW = 12  # lines from a tag down to its mutation, at most
 LAYER = "\n            layer_init(nn.Linear(64, num_"
 FIRST = "self.critic = nn.Sequential(\n            layer_init(nn.Linear(obs_size, 64)),"
 SHARED_FIRST = "self.critic = nn.Sequential(\n            self.actor[0],"
+HALF_SQUARE = '0.5 * F.mse_loss(new_value, batch.return_, reduction="none")'
+ONE_NORM = 'dict.fromkeys(("actor", "critic"), nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm))'
+GREEDY = 'np.where(info["action_mask"], actor(obs), -np.inf).argmax(-1)  #'
+FAMILY = {"ippo_lstm": "tests/test_recurrent_family.py"}  # what several scripts have in common has tests in one file
 
 # (detail, script, old text, new text); lines of both that are equal only say which line is meant
 MUTATIONS = [
@@ -111,6 +115,84 @@ MUTATIONS = [
     ("aux-3", "ppo", 'stats["approx_kl"] > args.target_kl', 'stats["clipfrac"] > args.target_kl'),
     ("aux-4", "ppo_multidiscrete_mask", "masked_fill(~mask, -1e8)", "masked_fill(~self.choices, -1e8)"),
     ("aux-4", "ppo_selfplay", "masked_fill(~mask, -1e8)", "masked_fill(~mask, -1)"),
+    ("ippo-1", "ippo", "AgentIds(A) if", "nn.ConstantPad1d((0, A), 0.0) if"),
+    ("ippo-2", "ippo", "self.critic(obs", "self.critic(obs.roll(1, 1)"),
+    ("ippo-3", "ippo", "masked_fill(~action_mask, -1e8)", "masked_fill(~action_mask, -1)"),
+    ("ippo-4", "ippo", "(log_prob - batch.log_prob) * batch.alive", "(log_prob - batch.log_prob)"),
+    ("ippo-5", "ippo", "args.gamma * final_value * has_value", "0"),
+    ("ippo-5", "ippo", " * final_value * has_value", " * final_value"),
+    ("mappo-1", "ippo", "last_layer.weight *= (old_std / self.std)[..., None]", "pass"),
+    ("mappo-1", "ippo", "agent.critic[-1])  #", "__import__('copy').deepcopy(agent.critic[-1]))  #"),
+    ("mappo-4", "ippo", 'F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)', HALF_SQUARE),
+    ("mappo-5", "ippo", "torch.max(value_error, clipped_error)", "torch.min(value_error, clipped_error)"),
+    ("mappo-6", "ippo", "advantage = advantage - agent.mean(advantage, alive)", "pass"),
+    ("mappo-6", "ippo", " / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)", ""),
+    ("mappo-7", "ippo", "clip_grad_norms_(agent, args.max_grad_norm)", ONE_NORM),
+    ("mappo-8", "ippo", "x[order].split(", "torch.stack([x[order.roll(a), a] for a in range(x.shape[1])], 1).split("),
+    ("mappo-8", "ippo_lstm", ".unflatten(0, (-1, num_envs))[:, order]", "[order.repeat(len(x) // num_envs)][None]"),
+    ("mappo-2", "mappo", "self.critic((state, obs", "self.critic((0 * state, obs"),
+    ("mappo-3", "mappo", "if self.may_die:", "if False:"),
+    ("coppo-1", "coppo", "unclipped = inner = g * ratio", "unclipped = inner = ratio"),
+    ("coppo-2", "coppo", "return product, torch.clamp(product, low, high)", "return product, product"),
+    ("coppo-3", "coppo", "take_gradients(active=[turn])", "take_gradients(active=range(len(actors)))"),
+    ("coppo-4", "coppo", "unclipped, inner = others * ratio, g * ratio", "unclipped = inner = g * ratio"),
+    ("coppo-4", "coppo", "ratio_of_others(log_ratio, args)", "ratio_of_others(log_ratio.detach(), args)"),
+    (
+        "coppo-5",
+        "coppo_matrix",
+        "(agent.logits(rows.obs, rows.action_mask).softmax(-1) * values).sum(-1)",
+        "values.mean(-1)",
+    ),
+    ("coppo-6", "coppo_matrix", "self.weight1(state).abs()", "self.weight1(state)"),
+    ("coppo-6", "coppo_matrix", "agent.mixing(surrogate * batch.alive, batch.state).mean(0)", "surrogate.mean()"),
+    ("coppo-7", "coppo_matrix", "return probs.clamp(min=1e-30).log()", "return logits"),
+    ("coppo-7", "coppo_matrix", "if at_random is not None:", "if False:"),
+    ("coma-1", "coma", "- (log_probs.exp() * values).sum(-1)", "- values.mean(-1)"),
+    ("coma-2", "coma", "discount[t] * lambda_ * (", "discount[t] * ("),
+    ("coma-3", "coma", "torch.cat([obs, others], dim=-1)", "torch.cat([obs, 0 * others], dim=-1)"),
+    ("recurrent-1", "ippo_lstm", "return done[:, None] | ", "return "),
+    ("recurrent-1", "ippo_lstm", 'done[:, None] | ~alive & info["agent_mask"]', "done[:, None] | False & alive"),
+    (
+        "recurrent-2",
+        "ippo_lstm",
+        "batch.memory, batch.forget).log_softmax",
+        "0 * batch.memory, batch.forget).log_softmax",
+    ),
+    ("recurrent-2", "ippo_lstm", "rollout.critic_memory[:] = memory, critic_memory", "rollout.critic_memory[:] = 0, 0"),
+    ("maddpg-1", "maddpg", "torch.cat([state, action.flatten(3)]", "torch.cat([state, 0 * action.flatten(3)]"),
+    ("maddpg-2", "maddpg", 'np.where(info["action_mask"], logits, -np.inf).argmax(-1)  #', GREEDY),
+    ("maddpg-2", "maddpg", "F.gumbel_softmax(logits, hard=False)", "F.gumbel_softmax(logits, hard=True)"),
+    (
+        "maddpg-3",
+        "maddpg",
+        "(is_own, own_action[:, :, None], batch.action",
+        "(is_own, own_action[:, :, None], own_action",
+    ),
+    ("maddpg-4", "maddpg", "ours.lerp_(theirs, polyak)", "ours.copy_(theirs)"),
+    ("maddpg-5", "maddpg", "F.gumbel_softmax(logits, hard=True)", "F.gumbel_softmax(logits, hard=False)"),
+    ("maddpg-6", "maddpg", "deque(maxlen=args.buffer_size)", "deque(maxlen=2 * args.buffer_size)"),
+    ("maddpg-6", "maddpg", "(error.square() * batch.weight)", "error.square()"),
+    ("maddpg-7", "maddpg", " & ~termination[i]", ""),
+    ("impala-1", "impala", "torch.from_numpy(logits).log_softmax(-1)", "torch.from_numpy(0 * logits).log_softmax(-1)"),
+    ("impala-2", "impala", "error[t] += decay[t] * error[t + 1]", "pass"),
+    ("impala-2", "impala", "return_ = value + error", "return_ = error"),
+    ("impala-3", "impala", "continues * np.minimum(rho, c_clip)", "continues * np.minimum(rho, rho_clip)"),
+    ("impala-3", "impala", "delta = np.minimum(rho, rho_clip)", "delta = np.minimum(rho, c_clip)"),
+    ("impala-4", "impala", "gamma * next_return", "gamma * next_value"),
+    ("impala-4", "impala", "np.minimum(rho, pg_rho_clip)", "np.minimum(rho, rho_clip)"),
+    ("impala-5", "impala", "- args.ent_coef * entropy", "+ args.ent_coef * entropy"),
+    ("impala-5", "impala", "args.vf_coef * value_loss", "value_loss"),
+    (
+        "impala-6",
+        "impala",
+        "clip_grad_norm_(agent.parameters(), args",
+        "clip_grad_norm_(agent.actor.parameters(), args",
+    ),
+    ("impala-7", "impala", "args.learning_rate * (remaining if args.anneal_lr else 1)", "args.learning_rate"),
+    ("impala-8", "impala", "eps=args.adam_eps", "eps=1e-8"),
+    ("impala-8", "impala_atari_envpool", "eps=0.01", "eps=1e-8"),
+    ("impala-9", "impala_atari_envpool", '"reward_clip": True', '"reward_clip": False'),
+    ("impala-10", "impala_atari_envpool", "[Residual(after), Residual(after)]", "[Residual(after)]"),
 ]
 
 
@@ -140,8 +222,8 @@ def mutated(detail: str, script: str, old: str, new: str) -> str:
 
 def proofs(detail: str, script: str) -> set[str]:
     """The tests of a script that are marked as proving a detail, as pytest names them."""
-    file = f"tests/test_{script}.py"
-    return {f"{file}::{tag.test}" for tag in test_tags() if (tag.detail, tag.file) == (detail, file)}
+    files = {f"tests/test_{script}.py", FAMILY.get(script)}
+    return {f"{tag.file}::{tag.test}" for tag in test_tags() if tag.detail == detail and tag.file in files}
 
 
 def failures(tests: set[str], script: str = "", source: str = "") -> tuple[set[str], str]:

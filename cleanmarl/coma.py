@@ -136,6 +136,7 @@ class Agent(nn.Module):
 
         state (R, S), obs (R, A, D), alive (R, A), others (R, A, A K), the actions of the others.
         """
+        # detail coma-3: what the others do stands beside what the agent observes
         seen = state[:, None], torch.cat([obs, others], dim=-1)  # (R, 1, S), (R, A, D + A K)
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             seen = tuple(x * alive[..., None] for x in seen)

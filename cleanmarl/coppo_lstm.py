@@ -118,7 +118,7 @@ class PopArt(RunningMeanStd):
         """Take in return_ (R, A), and adapt the critics' last layer so that every value stays what it was."""
         old_mean, old_std = self.mean.clone(), self.std
         super().update(return_[..., None])
-        last_layer.weight *= (old_std / self.std)[..., None]
+        last_layer.weight *= (old_std / self.std)[..., None]  # detail mappo-1: every value stays
         last_layer.bias *= (old_std / self.std)[..., None]
         last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
 
@@ -249,7 +249,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
     actor, noise = as_numpy(agent.actor), gumbel_noise(*rollout.action_mask.shape)
     logits = np.empty_like(noise)  # (T, N, A, K)
     obs, info, (memory, critic_memory) = start
-    rollout.memory[:], rollout.critic_memory[:] = memory, critic_memory
+    rollout.memory[:], rollout.critic_memory[:] = memory, critic_memory  # detail recurrent-2: to replay from
     for t in range(args.num_steps):
         rollout.obs[t], rollout.state[t] = obs, info["state"]
         rollout.action_mask[t], rollout.agent_mask[t] = info["action_mask"], info["agent_mask"]

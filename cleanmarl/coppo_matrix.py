@@ -120,7 +120,7 @@ class PopArt(RunningMeanStd):
         """Take in return_ (R, A), and adapt the critics' last layer so that every value stays what it was."""
         old_mean, old_std = self.mean.clone(), self.std
         super().update(return_[..., None])
-        last_layer.weight *= (old_std / self.std)[..., None]
+        last_layer.weight *= (old_std / self.std)[..., None]  # detail mappo-1: every value stays
         last_layer.bias *= (old_std / self.std)[..., None]
         last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
 
@@ -140,6 +140,7 @@ class MixingNetwork(nn.Module):
 
     def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """x (R, A), state (R, S) -> (R, 1)."""
+        # detail coppo-6: a larger objective of an agent makes none smaller, as no weight is negative
         weight1 = self.weight1(state).abs().view(*x.shape, -1)  # (R, A, hidden)
         hidden = F.elu((x[..., None] * weight1).sum(1) + self.bias1(state))
         return (hidden * self.weight2(state).abs()).sum(1, keepdim=True) + self.bias2(state)

@@ -98,7 +98,7 @@ class PopArt(RunningMeanStd):
         """Take in return_ (R, A) where weight is 1.0, and adapt the critics' last layer so that every value stays."""
         old_mean, old_std = self.mean.clone(), self.std
         super().update(return_[..., None], weight[..., None])
-        last_layer.weight *= (old_std / self.std)[..., None]
+        last_layer.weight *= (old_std / self.std)[..., None]  # detail mappo-1: every value stays
         last_layer.bias *= (old_std / self.std)[..., None]
         last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
 

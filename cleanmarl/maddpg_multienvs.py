@@ -276,6 +276,7 @@ def critic_targets(target_agent: Agent, target_critic: Critic, batch: Batch, gam
 def critic_loss(critic: Critic, batch: Batch, target: torch.Tensor) -> torch.Tensor:
     """Each critic's mean squared error (M,) over the steps it learns from."""
     error = critic(batch.state[:, :-1], batch.action[:, :, None]) - target
+    # detail maddpg-6: padding weighs nothing
     return (error.square() * batch.weight).sum((0, 1)) / batch.weight.sum((0, 1)).clamp(min=1)
 
 

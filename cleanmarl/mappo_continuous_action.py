@@ -96,7 +96,7 @@ class PopArt(RunningMeanStd):
         """Take in return_ (R, A), and adapt the critics' last layer so that every value stays what it was."""
         old_mean, old_std = self.mean.clone(), self.std
         super().update(return_[..., None])
-        last_layer.weight *= (old_std / self.std)[..., None]
+        last_layer.weight *= (old_std / self.std)[..., None]  # detail mappo-1: every value stays
         last_layer.bias *= (old_std / self.std)[..., None]
         last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
 

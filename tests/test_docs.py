@@ -149,12 +149,7 @@ def test_details_are_numbered_within_their_families():
     assert of_the_write_up.items() <= counts.items() and all(counts.values())
 
 
-UNPROVED = {"coppo", "coma", "recurrent", "maddpg", "impala"}  # families that still lack tags
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[pytest.mark.xfail] if f in UNPROVED else []) for f in generate.FAMILIES]
-)
+@pytest.mark.parametrize("family", generate.FAMILIES)
 def test_every_detail_has_a_line_and_a_test_that_proves_it(family):
     tagged = {tag.detail for path in generate.scripts() for tag in generate.script_tags(path)}
     proved = {tag.detail for tag in generate.test_tags()}

@@ -116,6 +116,18 @@ def test_the_actor_that_acts_is_the_actor_that_learns(agent_ids, num_layers):
 
 
 # proves maddpg-2
+def test_what_acts_are_samples_of_the_policy():
+    agent, _, buffer = played(maddpg, world(8), maddpg.Args(buffer_size=500), num_episodes=500, scale=2.0)
+    obs, mask = (
+        torch.from_numpy(np.concatenate([getattr(e, x)[:-1] for e in buffer.episodes])) for x in ("obs", "action_mask")
+    )
+    taken, alive = (np.concatenate([getattr(e, name) for e in buffer.episodes]) for name in ("action", "alive"))
+    policy = agent.logits(obs[None].double(), mask[None])[0].softmax(-1).detach().numpy()
+    frequency, expected = ((x * alive[..., None]).sum(0) / alive.sum(0)[:, None] for x in (taken, policy))
+    assert len(taken) > 2000 and (policy.max(-1) < 0.9).mean() > 0.5  # far from what is most probable
+    np.testing.assert_allclose(frequency, expected, atol=0.03)
+
+
 def test_hard_samples_have_the_probabilities_of_the_policy_and_soft_ones_are_legal():
     """The mean of a hard Gumbel-Softmax sample is the softmax, in collection (NumPy) and in training (torch)."""
     torch.manual_seed(1)
@@ -183,7 +195,7 @@ def test_critic_loss_and_gradient_are_those_of_critics_trained_alone(individual)
             torch.testing.assert_close(ours[m].reshape(-1), theirs.t().reshape(-1))
 
 
-# proves maddpg-3
+# proves maddpg-2, maddpg-3
 @pytest.mark.parametrize("individual", [False, True])
 def test_actor_gradient_is_that_of_a_loop_over_agents(individual):
     """Agent i's part: only action i comes from the policy, all others from the buffer; a dead agent has no part."""

@@ -161,6 +161,7 @@ def test_popart_preserves_outputs_and_normalises_returns():
     torch.testing.assert_close(stats.denormalize(normalized)[..., 0], torch.from_numpy(every))
 
 
+# proves mappo-1
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_update_of_the_statistics_moves_no_value(shared, team):
     """In the script's own data flow: the values after `estimate` are those before it, in the unit of the returns."""

@@ -186,6 +186,7 @@ def test_critics_remember_the_episode_at_its_time_limit_and_after_the_rollout(sc
             np.testing.assert_allclose(return_[first:last, n], expected, rtol=1e-4, atol=1e-4)
 
 
+# proves mappo-8
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_minibatches_are_whole_sequences_with_all_their_agents(script, monkeypatch, revived):
     args = script.Args(**SMALL)
