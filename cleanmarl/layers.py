@@ -195,7 +195,7 @@ class StackedLSTM(StackedCell):
             self.bias_hh[0, 0],
         )
         h_and_c = tuple(part.contiguous() for part in rows.chunk(2, -1))
-        out, *h_and_c = torch.lstm(x, h_and_c, weights, True, 1, 0.0, False, False, False)
+        out, *h_and_c = torch.lstm(x, h_and_c, weights, True, 1, 0.0, True, False, False)  # True: cuDNN learns only so
         return out.reshape(-1, state.shape[1], self.size_hidden), torch.cat(h_and_c, -1).view_as(state)
 
 

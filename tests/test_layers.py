@@ -9,6 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from cleanmarl.layers import (
     AgentIds,
@@ -124,6 +125,19 @@ def test_each_network_is_clipped_by_its_own_norm(max_norm):
     torch.testing.assert_close(norms["critic"], expected[A + 1])
     torch.testing.assert_close(norms[""], expected[A + 2])
     assert "unused" not in norms
+
+
+def test_lstms_learn_in_torch_as_when_training():
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.lstm:
+                calls.append(args[6])  # train: without it there is no backward pass in cuDNN
+            return function(*args, **(kwargs or {}))
+
+    calls, cell = [], StackedLSTM(1, 3, 4)
+    with Calls():
+        cell(torch.randn(10, A, 3), torch.zeros(2, A, 8), last=True)
+    assert calls == [True]
 
 
 @pytest.mark.parametrize("num_networks", [1, A])
