@@ -267,7 +267,7 @@ class Follower:
     step, folder, start_time = 0, None, 0.0
 
     def __enter__(self):
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)  # the first learner decides when to stop
         return self
 

@@ -126,6 +126,17 @@ def test_the_log_probs_are_those_of_the_version_that_acted(cluster):
     assert len(nodes) == 2 and max(versions) > 20
 
 
+def test_the_other_learners_leave_it_to_the_first_one_when_to_stop():
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {signum: signal.getsignal(signum) for signum in signals}
+    try:
+        with impala_ray.Follower():
+            assert {signal.getsignal(signum) for signum in signals} == {signal.SIG_IGN}
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def start(tmp_path, **flags):
     """A long run in a session of its own, as a terminal starts it."""
     flags = SMALL | {"checkpoint_interval": 640, "total_timesteps": 10**6, "runs_dir": tmp_path} | flags
