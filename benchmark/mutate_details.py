@@ -276,7 +276,8 @@ def main(args: Args) -> int:
             (change,) = (pair for pair in zip(old.splitlines(), new.splitlines() or [""]) if len(set(pair)) == 2)
             names = ", ".join(sorted(test.partition("::")[2] for test in failed)) or "NOT CAUGHT"
             names += ": a fixture fails" if not failed and " error" in out else ""
-            print(f"| {detail} | {script} | `{change[0].strip()}` -> `{change[1].strip()}` | {names} |", flush=True)
+            old, new = (text.strip().replace("|", r"\|") for text in change)  # a bar would end the cell
+            print(f"| {detail} | {script} | `{old}` -> `{new}` | {names} |", flush=True)
     print(f"\n{len(todo) - missed} of {len(todo)} mutations of {len({m[0] for m in todo})} details caught")
     for test in sorted(marked - caught):
         print(f"{test} catches none")

@@ -1,4 +1,4 @@
-"""benchmark/mutate_details.py breaks what it says, and each tag of a PPO script has the line that it breaks."""
+"""benchmark/mutate_details.py breaks what it says, and each tag of a script has the line that it breaks."""
 
 import importlib.util
 from pathlib import Path
