@@ -279,3 +279,20 @@ def test_readme_names_every_script():
     readme = (ROOT / "README.md").read_text()
     scripts = {path.name for path in generate.scripts()}
     assert {name for name in scripts if f"[`{name}`](cleanmarl/{name})" not in readme} == set()
+
+
+WITH_COMMANDS = [page for folder in ("docs/algorithms", "docs", ".") for page in sorted(ROOT.glob(f"{folder}/*.md"))]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda path: path.stem)
+def test_commands_have_flags_that_their_scripts_have(page):
+    """Every `--flag` of a command that runs a script, in a block or within a line."""
+    of_all = generate.flags(ROOT / "cleanmarl" / "cli.py", "RunArgs")
+    rows = {path.stem: [*generate.flags(path), *of_all] for path in generate.scripts()}
+    text = re.sub(r"\\\n\s*", "", page.read_text())  # one line for each command
+    text = re.sub(r'"[^"\s]*"', "WORD", text)  # other quotes are around whole commands
+    for script, flags in re.findall(r'\bcleanmarl[/.](\w+?)(?:\.py)?((?: [^`#"\n]*)?)(?=[`#"\n])', text):
+        if script in rows:
+            known = {"--help", *re.findall(r"--[\w-]+", " ".join(row[0] for row in rows[script]))}
+            wrong = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", flags)) - known
+            assert not wrong, f"{script} has no {sorted(wrong)}"
