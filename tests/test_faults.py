@@ -60,13 +60,19 @@ class State:
 def started(*command, cwd=None, **options):
     """A process as a user starts it; whatever the test does, it is gone afterwards."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": hear_signals} | options
     process = subprocess.Popen(list(map(str, command)), cwd=cwd, env=env, text=True, **streams)
     try:
         yield process
     finally:
         process.kill()
         process.communicate()
+
+
+def hear_signals():
+    """Whoever runs the tests, in the background or under nohup, may ignore signals: what they start must not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def endless(runs_dir: Path) -> list:
@@ -322,6 +328,7 @@ def on_a_terminal(*command, before=lambda: None):
     ours, theirs = pty.openpty()
 
     def take_the_terminal():
+        hear_signals()
         before()
         os.setsid()
         os.close(os.open(os.ttyname(1), os.O_RDWR))  # the first one that is opened is the session's
