@@ -12,7 +12,9 @@ Actors begin an unroll with the newest parameters and buffers that the learner h
 took a slot. Only the numbers of slots travel between the processes. With `args.num_actors` 0 there is one process, and
 `take` plays. `RayActors` does the same on many machines.
 
-If an actor dies, `take` raises RunError; if the learner dies, the actors find their pipes closed and end.
+If an actor dies, or is stopped (SIGSTOP) and silent for a minute, `take` raises an error of one line; if the learner
+dies, the actors find their pipes closed and end. For one that is merely slow, and for a Ray actor in both cases, a line
+every minute says so.
 """
 
 import gc
@@ -21,18 +23,21 @@ import multiprocessing.connection
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections import deque
 from contextlib import suppress
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
+
+from cleanmarl.cli import RunError, UsageError, import_optional, keep_freed_memory, seed_everything, tell
+from cleanmarl.envs import workers
 
 import numpy as np
 import torch
 import torch.nn as nn
-
-from cleanmarl.cli import RunError, UsageError, import_optional, keep_freed_memory, seed_everything
 
 SLOTS_PER_ACTOR = 2  # one to fill while the other waits for the learner
 CALLS_PER_ACTOR = 2  # of Ray: one under way while the other waits, so that an actor need not wait for the learner
@@ -130,7 +135,10 @@ class Actors:
 
     def __init__(self, player_class: type, args: Any, agent: nn.Module, unroll_dtype: np.dtype, step: int):
         self.agent, self.deterministic, self.waited = agent, args.deterministic, 0.0
-        self.ready, self.taken, self.connections, self.processes = deque(), deque(), [], []
+        self.ready: deque = deque()
+        self.taken: deque = deque()
+        self.processes: list[Any] = []
+        self.connections, self.heard = [], []
         dtype = slot_dtype(args, unroll_dtype)
         if args.num_actors == 0:
             self.player, self.slots = player_class(args, 0, step), np.zeros(1, dtype)
@@ -153,6 +161,7 @@ class Actors:
                 process = context.Process(target=act, args=arguments, daemon=True)
                 process.start()
                 self.processes.append(process)
+                self.heard.append([time.monotonic()] * 2)  # when it last spoke, and when we last looked after it
                 theirs.close()  # so that the pipe ends with the process
                 for k in range(1 if args.deterministic else SLOTS_PER_ACTOR):
                     send(connection, i * SLOTS_PER_ACTOR + k)
@@ -195,15 +204,20 @@ class Actors:
         """The number of a slot that an actor has filled; those that are ready take turns."""
         if not self.ready:
             start = time.perf_counter()
-            self.ready.extend(multiprocessing.connection.wait(self.connections))
+            while not self.ready:
+                self.ready.extend(multiprocessing.connection.wait(self.connections, workers.SILENCE))
+                self.look_after_silent()
             self.waited += time.perf_counter() - start
         return self.number_of(self.connections.index(self.ready.popleft()))
 
     def number_of(self, i: int) -> int:
         """The number of the next slot that actor i fills; RunError if it failed or died."""
         start = time.perf_counter()
+        while not self.connections[i].poll(workers.SILENCE):
+            self.look_after_silent()
         message, process = receive(self.connections[i]), self.processes[i]
         self.waited += time.perf_counter() - start
+        self.heard[i] = [time.monotonic()] * 2
         if message is None:
             process.join(5)
             code = process.exitcode
@@ -212,6 +226,15 @@ class Actors:
         if isinstance(message, str):
             raise RunError(f"actor {i} failed:\n{message}")
         return message
+
+    def look_after_silent(self) -> None:
+        """Actors that have said nothing for long, while the others may go on: see `workers.look_after`."""
+        now = time.monotonic()
+        for i, (spoke, looked) in enumerate(self.heard):
+            if now - looked >= workers.SILENCE and not self.connections[i].poll():
+                pid = self.processes[i].pid
+                workers.look_after(f"actor {i} (pid {pid})", pid, now - spoke)
+                self.heard[i][1] = now
 
     def release(self, number: int) -> np.void:
         """A copy of a full slot, which goes back to its actor, so that it goes on while we learn."""
@@ -261,8 +284,10 @@ class RayActors:
     def __init__(self, ray, player_class, args, agent: nn.Module, unroll_dtype: np.dtype, step: int, rank=0, world=1):
         self.ray, self.args, self.agent, self.ranks = ray, args, agent, (rank, world)
         self.classes, self.step, self.dtype = (player_class, type(agent)), step, slot_dtype(args, unroll_dtype)
-        self.waited, self.num_deaths, self.deaths_in_a_row, self.version = 0.0, 0, 0, None
-        self.remote, self.calls = ray.remote(num_cpus=1)(RayActor), {}  # call -> the actor that answers it
+        self.waited, self.num_deaths, self.deaths_in_a_row, self.version = 0.0, 0, 0, -1
+        self.remote = ray.remote(num_cpus=1)(RayActor)
+        self.calls: dict[Any, Any] = {}  # call -> the actor that answers it
+        self.heard: dict[Any, list] = {}  # actor -> its number, when it spoke and when we looked what is the matter
         self.publish(version=0)
         for i in range(args.num_actors):
             self.add(i)
@@ -277,6 +302,7 @@ class RayActors:
         """The actor number i of this learner; an index of its own gives it other seeds than any other."""
         rank, world = self.ranks
         actor = self.remote.remote(self.classes, self.args, rank + world * i, self.step, self.dtype)
+        self.heard[actor] = [i, *[time.monotonic()] * 2]
         for _ in range(CALLS_PER_ACTOR):
             self.calls[actor.play.remote(self.parameters)] = actor
 
@@ -289,8 +315,11 @@ class RayActors:
         start = time.perf_counter()
         while True:
             calls = list(self.calls)
-            (call,), _ = self.ray.wait(calls[:1] if self.args.deterministic else calls)
-            actor = self.calls.pop(call)
+            ready, _ = self.ray.wait(calls[:1] if self.args.deterministic else calls, timeout=workers.SILENCE)
+            self.look_after_silent()
+            if not ready:
+                continue
+            actor = self.calls.pop(call := ready[0])
             try:
                 slot = self.ray.get(call)[0]
             except self.ray.exceptions.RayError as error:
@@ -300,8 +329,20 @@ class RayActors:
                 self.replace(actor, error)  # it died, or its machine, or the way there
                 continue
             self.calls[actor.play.remote(self.parameters)] = actor
+            self.heard[actor][1:] = [time.monotonic()] * 2
             self.waited, self.deaths_in_a_row = self.waited + time.perf_counter() - start, 0
             return slot
+
+    def look_after_silent(self) -> None:
+        """A line every minute for an actor that says nothing, stopped or slow: its machine may be any."""
+        now = time.monotonic()
+        for actor, heard in self.heard.items():
+            number, spoke, looked = heard
+            if now - looked >= workers.SILENCE:
+                heard[2] = now
+                calls = [call for call, other in self.calls.items() if other is actor]
+                if not self.ray.wait(calls, timeout=0)[0]:  # nor is an answer there that we had no time for
+                    tell(f"actor {number} has been silent for {now - spoke:.0f} seconds; waiting for it", sys.stderr)
 
     def publish(self, version: int) -> None:
         """What the next calls get."""
@@ -314,6 +355,7 @@ class RayActors:
         if self.deaths_in_a_row >= MOST_DEATHS:
             raise RunError(f"{MOST_DEATHS} actors in a row died before they played") from error
         self.calls = {call: other for call, other in self.calls.items() if other is not actor}
+        del self.heard[actor]
         self.ray.kill(actor)  # if it is only out of reach, it shall not come back
         self.add(self.args.num_actors + self.num_deaths)
         self.num_deaths += 1
@@ -331,7 +373,11 @@ def connect(address: str | None, num_actors: int, num_learners: int = 1):
             socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
         ray.init(address=address or "local", include_dashboard=False if address is None else None)
     except (OSError, ValueError) as error:
-        raise UsageError(f"there is no Ray cluster at --address {address}; begin one: ray start --head") from error
+        hint = "begin one: ray start --head"
+        token = Path.home() / ".ray" / "auth_token"  # every local ray.init() leaves it, every `ray start` asks for it
+        if token.exists() and os.environ.get("RAY_AUTH_MODE") != "token":
+            hint += f"; if it wants the token {token}: export RAY_AUTH_MODE=token"
+        raise UsageError(f"there is no Ray cluster at --address {address}; {hint}") from error
     num_cpus, learners = int(ray.cluster_resources().get("CPU", 0)), num_learners if address else 1
     if num_actors * learners > num_cpus:
         ray.shutdown()

@@ -11,29 +11,39 @@
 `Args(gamma=2)` raises UsageError: --gamma must be in [0, 1], not 2.
 """
 
+import ast
 import ctypes
 import dataclasses
+import errno
 import importlib
+import inspect
+import io
+import itertools
 import json
 import math
 import os
 import random
+import re
 import signal
 import sys
+import textwrap
+import time
 import typing
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO
+
+from cleanmarl.envs import EnvError, WorkerError
+from cleanmarl.fast import CompileError, compile_losses
+from cleanmarl.machine import gigabytes
 
 import annotated_types
 import numpy as np
 import torch
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
-
-from cleanmarl.envs import EnvError, WorkerError
 
 # Ranges of flags. A float must be finite too, unless its range names infinity as its end.
 PositiveInt = Annotated[int, Gt(0)]
@@ -42,6 +52,7 @@ PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 UnitFloat = Annotated[float, Interval(ge=0, le=1)]
 
+OTHERS_WAIT = 30  # seconds that other processes of torchrun leave to the first one, to say what all have found
 MOST_THREADS = 1024  # some thousands are more than a system gives to one process, and torch ends without a word
 
 
@@ -57,6 +68,20 @@ def check(condition: bool, message: str) -> None:
     """Raise UsageError(message) unless the condition holds."""
     if not condition:
         raise UsageError(message)
+
+
+def memory_error(error: Exception) -> str | None:
+    """What NumPy, torch or the system say of memory that they cannot give, None if it is another error."""
+    line = " ".join(str(error).split())
+    if found := re.search(r"allocate (\d+) bytes", line):  # torch's, on the CPU
+        return f"unable to allocate {gigabytes(int(found[1]))}"
+    no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    no_memory |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    # no machine has it, and so nobody tries
+    no_memory |= bool(
+        re.search("size calculation overflowed|is too big|Maximum allowed dimension|fit into a C int", line)
+    )
+    return (line or "no details") if no_memory else None
 
 
 def tell(line: str, file: TextIO | None = None) -> None:
@@ -85,12 +110,18 @@ class RunArgs:
     """where run folders are made"""
     checkpoint_interval: PositiveInt = 100_000
     """environment steps between two checkpoints; there is always one at the end"""
+    keep_checkpoints: PositiveInt = 1
+    """how many of the latest checkpoints to keep: checkpoint.pt, and older ones as checkpoint-STEP.pt"""
     resume: Path | None = None
-    """run folder to continue; --total-timesteps may be raised"""
+    """run folder to continue, or a checkpoint in it (RUN/best.pt); schedules follow a raised --total-timesteps"""
     eval_episodes: NonNegativeInt = 20
-    """episodes of the evaluation at the end, with the most probable actions; 0 for none"""
+    """episodes of an evaluation, with the most probable actions; 0 for none"""
+    eval_interval: NonNegativeInt = 0
+    """environment steps between two evaluations, of which best.pt keeps the best one; 0 for one at the end only"""
     capture_video: bool = False
-    """record an episode at the end into the run folder"""
+    """film an episode at the end into the run folder"""
+    video_interval: NonNegativeInt = 0
+    """with --capture-video, environment steps between two films; 0 for one at the end only"""
     track: bool = False
     """log to Weights & Biases too"""
     wandb_project_name: str = "cleanmarl"
@@ -103,9 +134,20 @@ class RunArgs:
         check(self.runs_dir.strip() != "", "--runs-dir is empty; the folder of now is --runs-dir .")
 
 
-# What may differ from the arguments of the run that --resume continues: nothing that changes the learning.
-RESUME_MAY_CHANGE = {field.name for field in dataclasses.fields(RunArgs)} - {"seed"}
-RESUME_MAY_CHANGE |= {"total_timesteps", "num_workers", "address"}  # how long and where
+@dataclass
+class OnPolicyArgs(RunArgs):
+    """RunArgs, and the flag of the scripts whose losses are @compilable."""
+
+    compile: bool = False
+    """compile the loss: about a minute longer to start, then faster; needs a C++ compiler, on a GPU Triton"""
+
+
+# What may differ from the arguments of the run that --resume continues: what changes no learning, and how long it is to
+# be. With another total a schedule that falls to the end of the run, as that of a learning rate, jumps to the new one.
+RESUME_MAY_CHANGE = {field.name for field in dataclasses.fields(OnPolicyArgs)} - {"seed"}
+RESUME_MAY_CHANGE |= {"total_timesteps", "num_workers", "address"}
+
+ENVIRONMENT = ("env_id", "total_timesteps", "num_envs", "num_steps")  # flags that --help shows together, apart
 
 
 def flag(name: str) -> str:
@@ -115,7 +157,7 @@ def flag(name: str) -> str:
 
 def limits(hint: Any) -> list[Gt | Ge | Lt | Le]:
     """The limits in a type hint such as UnitFloat, UnitFloat | None or tuple[UnitFloat, ...]."""
-    found = []
+    found: list[Any] = []
     for metadata in getattr(hint, "__metadata__", ()):
         found += metadata if isinstance(metadata, annotated_types.GroupedMetadata) else [metadata]
     for inner in typing.get_args(hint):
@@ -140,6 +182,16 @@ def check_range(name: str, value: Any, hint: Any) -> None:
             check_range(name, element, hint)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
+    low, left, high, right = interval(hint)
+    inside = (low < value or (value == low and left == "[")) and (value < high or (value == high and right == "]"))
+    wanted = range_text(hint) if high < math.inf or right == "]" or math.isfinite(value) else "finite"
+    check(inside, f"{name} must be {wanted}, not {value}")
+
+
+def interval(hint: Any) -> tuple[float, str, float, str]:
+    """The range in a type hint as its lower end, "(" or "[", its upper end, ")" or "]"."""
+    low: Any
+    high: Any
     low, left, high, right = -math.inf, "(", math.inf, ")"
     for limit in limits(hint):
         match limit:
@@ -151,12 +203,17 @@ def check_range(name: str, value: Any, hint: Any) -> None:
                 right = ")"
             case Le(le=high):
                 right = "]"
-    inside = (low < value or (value == low and left == "[")) and (value < high or (value == high and right == "]"))
-    wanted = f"in {left}{low}, {high}{right}"
-    if high == math.inf and right == ")":
-        wanted = f"at least {low}" if left == "[" else f"greater than {low}"
-        wanted = "finite" if math.isinf(low) or not math.isfinite(value) else wanted
-    check(inside, f"{name} must be {wanted}, not {value}")
+    return low, left, high, right
+
+
+def range_text(hint: Any) -> str:
+    """in [0, 1], at least 0, greater than 0, or finite: what a number of this type hint must be."""
+    low, left, high, right = interval(hint)
+    if high < math.inf or right == "]":
+        return f"in {left}{low}, {high}{right}"
+    if math.isinf(low):
+        return "finite"
+    return f"at least {low}" if left == "[" else f"greater than {low}"
 
 
 def find_device(name: str) -> torch.device:
@@ -184,8 +241,16 @@ def set_up(args: RunArgs) -> torch.device:
     """Seed all random numbers and set torch's threads as `args` says; returns the device to learn on."""
     device = find_device(args.device)
     message = f"--torch-threads {args.torch_threads} would crash torch; this machine has {os.cpu_count()} processors"
-    check(args.torch_threads <= max(MOST_THREADS, os.cpu_count()), message)
+    check(args.torch_threads <= max(MOST_THREADS, os.cpu_count() or 1), message)
     seed_everything(args.seed, args.torch_threads)
+    wanted = isinstance(args, OnPolicyArgs) and args.compile
+    if wanted:
+        tell("compiling the loss: the first update takes about a minute longer")
+    try:
+        compile_losses(wanted, device)
+    except CompileError as error:
+        needed = "a C++ compiler (such as g++: apt install g++)" if device.type == "cpu" else "Triton"
+        raise UsageError(f"--compile needs {needed}: {error}") from error
     return device
 
 
@@ -209,6 +274,11 @@ def import_optional(package: str, flag: str) -> Any:
         raise UsageError(f"{flag} needs the package {package}: pip install {package}") from error
 
 
+def run_folder(path: Path) -> Path:
+    """The run folder that was named, itself or by a checkpoint in it."""
+    return path.parent if path.suffix == ".pt" and not path.is_dir() else path
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """The contents of a run folder's args.json; UsageError if the folder is not a run."""
     try:
@@ -230,13 +300,62 @@ def load_args(args_class: type, folder: Path, script: str) -> Any:
         raise UsageError(f"{folder} is a run of another version of {script}.py ({error})") from error
 
 
+def read_flags(args_class: type, argv: list[str], **options: Any) -> Any:
+    """What tyro.cli reads from a command line; UsageError where it would print a box of many lines."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return tyro.cli(args_class, args=argv, **options)
+    except SystemExit as stopped:
+        if stopped.code != 2:  # --help
+            raise
+        text = "\n" + re.sub("[│|╭╮╰╯]", " ", box.getvalue())  # with or without Unicode
+        _, what, more, *_ = [*re.split(r"\n.*[─-]{3,}.*", text), "", ""]  # between its lines
+        near = re.findall(r"--[\w-]+", more.partition("Perhaps you meant:")[2])
+        hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else "; --help lists all flags"
+        raise UsageError(" ".join(what.split()).rstrip(".") + hint) from None
+
+
+def field_docs(args_class: type) -> dict[str, str]:
+    """Name -> docstring of every field of a dataclass, its own or that of a base class."""
+    docs = {}
+    for cls in reversed(args_class.__mro__[:-1]):
+        tree: Any = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        for field, below in itertools.pairwise(tree.body[0].body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return docs
+
+
+def show_help(args_class: Any) -> None:
+    """Print all flags of a script, in three boxes and with their ranges, and exit."""
+    docs, shared = field_docs(args_class), field_docs(args_class.__base__)
+    groups: dict[str, list] = {"environment": [], "algorithm": [], "run": []}
+    for field in dataclasses.fields(args_class):
+        hints = [typing.get_type_hints(cls, include_extras=True).get(field.name) for cls in args_class.__mro__[:-1]]
+        ranges = [range_text(hint) for hint in hints if limits(hint)]  # the base class's holds, too
+        hint = f"({ranges[0]}; default: {{}})" if ranges else "(default: {})"
+        described = tyro.conf.arg(help=docs.get(field.name, ""), help_behavior_hint=hint.format)
+        group = "run" if field.name in shared else "environment" if field.name in ENVIRONMENT else "algorithm"
+        groups[group].append((field.name, Annotated[hints[0], described], dataclasses.field(default=field.default)))
+    boxes = []
+    for name, fields in groups.items():
+        box = dataclasses.make_dataclass(name, fields)
+        boxes.append((name, box, dataclasses.field(default_factory=box)))
+    grouped = dataclasses.make_dataclass("Args", boxes)
+    first_line = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
+    tyro.cli(grouped, args=["--help"], description=first_line, config=[tyro.conf.OmitArgPrefixes])
+
+
 def parse(args_class: type, argv: list[str], script: str) -> Any:
     """Arguments from the command line; with --resume RUN_DIR, those of that run unless the command line differs."""
-    args = tyro.cli(args_class, args=argv)
+    if {"-h", "--help"} & {*argv}:
+        show_help(args_class)
+    args = read_flags(args_class, argv)
     if args.resume is None:
         return args
-    stored = load_args(args_class, args.resume, script)
-    args = tyro.cli(args_class, args=argv, default=stored)
+    stored = load_args(args_class, run_folder(args.resume), script)
+    args = read_flags(args_class, argv, default=stored)
     for field in dataclasses.fields(args):
         new, old = getattr(args, field.name), getattr(stored, field.name)
         message = f"{flag(field.name)} {new} would change the learning of the run to resume, which has {old}"
@@ -245,19 +364,37 @@ def parse(args_class: type, argv: list[str], script: str) -> Any:
 
 
 def launch(main: Callable[[Any], Any], args_class: type) -> None:
-    """Run `main` on the command line's arguments; a mistake is one line and exit status 2, a failure one and 1."""
-    script = Path(sys.argv[0]).stem
+    """Run `main` on the command line's arguments; a mistake is one line and exit status 2, a failure one and 1.
+
+    Under torchrun the first process says what all have found; it ends them all when one has ended.
+    """
+    script, rank = Path(sys.argv[0]).stem, int(os.environ.get("RANK", 0))
     keep_freed_memory()
     try:
         main(parse(args_class, sys.argv[1:], script))
-    except (UsageError, EnvError) as error:
-        tell(f"{script}: {error}", sys.stderr)
-        sys.exit(2)
-    except (RunError, WorkerError) as error:
-        tell(f"{script}: {error}", sys.stderr)
-        sys.exit(1)
-    except (MemoryError, torch.OutOfMemoryError) as error:  # NumPy and torch say how much it would have been
-        tell(f"{script}: not enough memory: {str(error).splitlines()[0] if str(error) else 'no details'}", sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:  # Ctrl-C before the run began, or twice
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if (said := what_to_say(error)) is None:
+            raise
+        if rank > 0:
+            time.sleep(OTHERS_WAIT + rank)
+        tell(f"{script}: {said[0]}", sys.stderr)
+        sys.exit(said[1])
+
+
+def what_to_say(error: Exception) -> tuple[str, int] | None:
+    """The line for an error and the exit status; None for one that is a mistake of the script's."""
+    if isinstance(error, UsageError | EnvError):
+        return str(error), 2
+    if isinstance(error, RunError | WorkerError):
+        return str(error), 1
+    if reason := memory_error(error):
+        return f"not enough memory: {reason[:200]}", 1
+    # gloo's and NCCL's ways to say it
+    is_lost = isinstance(error, torch.distributed.DistError) or re.search(
+        "Connection (closed|reset) by peer|Broken pipe|onnection was closed|Socket Timeout", str(error)
+    )
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and is_lost:
+        return "another process of this run has ended, and so does this one", 1
+    return None

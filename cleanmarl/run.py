@@ -13,47 +13,51 @@ while a process writes into the folder.
 """
 
 import dataclasses
-import fcntl
 import gc
-import hashlib
 import importlib.metadata
 import json
 import math
-import mmap
-import os
-import pickle
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from cleanmarl.checkpoint import (
+    FORMAT,
+    as_arrays,
+    as_tensors,
+    checkpoint_path,
+    load_checkpoint,
+    load_states,
+    not_finite,
+    random_state,
+    same_random_state,
+    set_random_state,
+    write_checkpoint,
+)
+from cleanmarl.cli import RunError, UsageError, check, import_optional, load_args, read_run, run_folder, tell
+from cleanmarl.envs import EnvError, WorkerError
+from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
+from cleanmarl.finite import find_bad, find_bad_episode
+from cleanmarl.folder import EventFile, copy_file, lock_folder, new_folder
 
 import numpy as np
-import torch
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 from tqdm import tqdm
-
-from cleanmarl.cli import RunError, UsageError, check, import_optional, load_args, read_run, tell
-from cleanmarl.envs import EnvError, WorkerError
-from cleanmarl.evaluate import evaluate, save_video
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
 EVAL_SEED = 2**30  # added to the seed: training adds the step, so that evaluation meets other episodes
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
-FORMAT = 1  # of checkpoints: raised when an older one can no longer be read
-DIGEST_SIZE = hashlib.sha256().digest_size
+# of a Run, in a checkpoint
+NUMBERS = ("step", "num_episodes", "last_point", "last_step", "last_evaluation", "last_film", "best")
 
 
 class NonFiniteError(RunError):
@@ -62,91 +66,6 @@ class NonFiniteError(RunError):
 
 class WriteError(RunError):
     """The run folder cannot be written any more: the run stops, its last checkpoint stays as it was."""
-
-
-def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
-    """What torch.save writes, and its SHA-256, which torch.load passes over; OSError or RuntimeError if it cannot.
-
-    Atomically: a crash at any moment leaves the previous file or the new one whole.
-    """
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("wb+") as file:
-            torch.save(checkpoint, file)
-            file.seek(0)
-            file.write(hashlib.file_digest(file, "sha256").digest())  # after all that was read
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The latest checkpoint of a run folder, on the CPU; UsageError if it has none, or one that is not what it was."""
-    path = Path(folder) / "checkpoint.pt"
-    check(path.exists(), f"{folder} has no checkpoint.pt: the run ended before it saved one")
-    try:
-        with path.open("rb") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-                is_whole = hashlib.sha256(view[:-DIGEST_SIZE]).digest() == view[-DIGEST_SIZE:]
-            check(is_whole, f"{path} is damaged, or of another version of cleanmarl")
-            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UsageError(f"{path} is damaged and cannot be read") from error
-    is_ours = isinstance(checkpoint, dict) and checkpoint.get("format") == FORMAT
-    check(is_ours, f"{path} is no checkpoint of this version of cleanmarl")
-    script, wanted = checkpoint["script"], read_run(folder)["script"]
-    check(script == wanted, f"{path} is a checkpoint of {script}.py, not of {wanted}.py")
-    return checkpoint
-
-
-def load_states(checkpoint: dict[str, Any], folder: Path, **modules: Any) -> None:
-    """Give each of the modules its state in the checkpoint of a run folder; UsageError if it does not fit."""
-    for name, module in modules.items():
-        try:
-            module.load_state_dict(checkpoint["modules"][name])
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UsageError(
-                f"the {name} of {folder}/checkpoint.pt does not fit the script as it is ({reason})"
-            ) from error
-
-
-def not_finite(x: Any, name: str) -> str | None:
-    """The name of the first part of nested dicts, lists and tensors with a number that is NaN or infinite, or None."""
-    if isinstance(x, torch.Tensor) and x.is_floating_point():
-        # If a sum is finite, so are its parts: quicker than to look at each, and needs no memory in a large buffer.
-        return None if x.sum().isfinite() or x.isfinite().all() else name
-    if isinstance(x, dict | list | tuple):
-        items = x.items() if isinstance(x, dict) else enumerate(x)
-        return next(filter(None, (not_finite(value, f"{name}.{key}") for key, value in items)), None)
-    return name if isinstance(x, float) and not math.isfinite(x) else None
-
-
-class EventFile:
-    """A new event file for TensorBoard. It writes at once, so that OSError comes where a point is added."""
-
-    def __init__(self, folder: Path, purge_step: int | None):
-        _wait_for_next_second(folder)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self.file = (folder / name).open("xb")
-        self._add(file_version="brain.Event:2")
-        if purge_step is not None:
-            self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
-
-    def _add(self, **event) -> None:
-        RecordWriter(self.file).write(Event(wall_time=time.time(), **event).SerializeToString())
-        self.file.flush()
-
-    def add(self, metrics: dict[str, float], step: int) -> None:
-        """Write a point of each metric, in one event: one for each would cost a fast script a fifth of its time."""
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        self._add(step=step, summary=Summary(value=values))
-
-    def close(self) -> None:
-        with suppress(OSError):  # what could not be written has been said
-            self.file.close()
 
 
 class Run:
@@ -159,9 +78,15 @@ class Run:
 
     def __init__(self, args: Any, script: str, **modules: Any):
         self.args, self.modules, self.script, self.source = args, modules, Path(script).stem, Path(script).resolve()
-        self.step = self.num_episodes = 0
-        self.episodes = defaultdict(list)  # statistics of the episodes that ended since the last point
-        self.stop_signal = self.bar = self.wandb = None
+        self.step = self.num_episodes = self.last_point = self.last_step = self.last_checkpoint = 0
+        self.last_evaluation, self.best = 0, -math.inf  # the step of the last one, the highest return of all
+        self.last_film = 0
+        self.episodes: dict[str, list[float]] = defaultdict(list)  # statistics of those that ended since the last point
+        self.is_best = False  # the checkpoint to be written next
+        self.envs, self.carried, self.playing = None, (), None  # see start(), and what the checkpoint had of them
+        self.bar = self.wandb = None
+        self.stop_signal: int | None = None
+        self.bad_returns = False  # or where the returns of the last episodes were NaN or infinite
         if args.track:
             wandb = _login()
         if args.capture_video:
@@ -171,17 +96,20 @@ class Run:
                 self._make_folder(on_error)
             else:
                 self._resume_folder(on_error)
-            resumed = f" (resumed at step {self.step:,})" if self.step else ""
-            tell(f"run folder: {self.folder}{resumed}")
             if args.track:
                 name, config = self.folder.name, dataclasses.asdict(args)
                 where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(self.folder)}
-                self.wandb = wandb.init(name=name, id=name, resume="allow", config=config, **where)
+                try:
+                    self.wandb = wandb.init(name=name, id=name, resume="allow", config=config, **where)
+                except (wandb.Error, OSError) as error:
+                    raise UsageError(f"--track: {_cause(error)} (WANDB_MODE=offline needs no network)") from error
+            resumed = f" (resumed at step {self.step:,})" if self.step else ""
+            tell(f"run folder: {self.folder}{resumed}")
 
-            self.last_point = self.last_checkpoint = self.last_step = self.step
             # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
             with self._writing():
                 self.events = EventFile(self.folder, purge_step=self.step + 1 if self.step else None)
+                self.events.add_text("arguments", as_table(dataclasses.asdict(args)), self.step)
             on_error.pop_all()
         self.start_step, self.start_time = self.step, time.perf_counter()
         self.last_line = self.start_time
@@ -194,6 +122,7 @@ class Run:
         meta = {
             "script": self.script,
             "path": str(self.source),
+            "folder": str(Path.cwd()),
             "args": dataclasses.asdict(args),
             "command": sys.argv,
             "versions": {"python": sys.version.split()[0]} | {package: _version(package) for package in packages},
@@ -201,9 +130,9 @@ class Run:
         }
         self.folder = Path(args.runs_dir, name)
         try:
-            self.folder = _new_folder(self.folder)
+            self.folder = new_folder(self.folder)
             on_error.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            self.lock = on_error.enter_context(_lock(self.folder))
+            self.lock = on_error.enter_context(lock_folder(self.folder))
             self._write_json("args.json", meta)
             self._keep_script()
         except OSError as error:
@@ -211,16 +140,21 @@ class Run:
             raise UsageError(f"{reason}; choose another place with --runs-dir") from error
 
     def _resume_folder(self, on_error: ExitStack) -> None:
-        self.folder, total = Path(self.args.resume), self.args.total_timesteps
+        path, total = Path(self.args.resume), self.args.total_timesteps
+        self.folder = run_folder(path)
         stored = load_args(type(self.args), self.folder, self.script)
         try:
             if not (self.folder / "lock").exists():
                 on_error.callback((self.folder / "lock").unlink, missing_ok=True)
-            self.lock = on_error.enter_context(_lock(self.folder))
-            checkpoint = load_checkpoint(self.folder)
-            complete = (self.folder / "done.json").exists() and total <= stored.total_timesteps
+            self.lock = on_error.enter_context(lock_folder(self.folder))
+            checkpoint, is_earlier = load_checkpoint(path), checkpoint_path(path).name != "checkpoint.pt"
+            complete = (self.folder / "done.json").exists() and total <= stored.total_timesteps and not is_earlier
             check(not complete, f"{self.folder} is complete at step {checkpoint['step']:,}; raise --total-timesteps")
             self._restore(checkpoint)
+            if is_earlier:
+                with suppress(UsageError):  # there need not be one
+                    self.best = max(self.best, load_checkpoint(self.folder / "best.pt")["best"])
+                copy_file(path, self.folder / "checkpoint.pt")  # the latest one, from now on
             # From now on these are the run's arguments, for the next --resume as well.
             meta = read_run(self.folder) | {"args": dataclasses.asdict(self.args) | {"resume": None}}
             self._write_json("args.json", meta)
@@ -282,7 +216,8 @@ class Run:
         self._print(f"  play:   python -m cleanmarl.enjoy {self.folder}")
 
     def _save_before(self, error: Exception) -> None:
-        """An environment that died should not cost the run."""
+        """An environment that died should not cost the run. Where the others are is of no use: all begin anew."""
+        self.envs = None
         try:
             self.save()
             tell(f"saved step {self.step:,} in {self.folder} before the error below", sys.stderr)
@@ -296,15 +231,60 @@ class Run:
         elif signum != signal.SIGHUP:  # which the kernel and the shell both send
             raise KeyboardInterrupt  # asked twice: stop at once
 
-    def log_episodes(self, info: dict[str, Any]) -> None:
-        """Count the episodes that ended (info's `episode` and `_episode`); the next point shows their mean."""
+    def start(self, envs: Any, *carried: Any) -> tuple:
+        """(obs, info, *carried) to go on from: those of the checkpoint, if it has the state of the environments.
+
+        Else, as at the beginning of a run, those of new episodes. `carried` is what a script remembers of the episodes
+        that are being played, nested arrays: what a recurrent network remembers, the steps so far. A checkpoint
+        holds what `run.carried` is at the time.
+        """
+        self.envs, self.carried = envs, carried
+        if self.playing is None:
+            return *envs.reset(seed=self.args.seed + self.step), *carried
+        playing = as_arrays(self.playing)
+        self.carried = playing["carried"]
+        return *envs.restore(playing["envs"]), *self.carried
+
+    def check_rollout(self, rollout: Any, next_obs: np.ndarray) -> None:
+        """NonFiniteError if an observation or a reward is NaN or infinite; it names environment, agent and step.
+
+        `rollout` has obs, reward and, if any, state, arrays (T, N, ...); next_obs (N, ...) is what follows it. `step`
+        is that before the rollout.
+        """
+        state = getattr(rollout, "state", None)
+        state = state if isinstance(state, np.ndarray) else None  # not that of an LSTM
+        if bad := find_bad(rollout.obs, rollout.reward, next_obs, state, self._suspects):
+            what, n, t = bad
+            raise self._non_finite(f"{what} in environment {n}", self.step + t * rollout.reward.shape[1])
+
+    def _suspects(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Where (N,) or (N, A) the return of the episode under way, or of one that has just ended, is not finite."""
+        statistics = getattr(self.envs, "statistics", self.envs)
+        returns = getattr(statistics, "returns", getattr(statistics, "episode_returns", 0.0))
+        return (~np.isfinite(returns) | self.bad_returns).reshape(shape)
+
+    def check_unrolls(self, slot: np.void) -> None:
+        """The same for what an actor has played (cleanmarl.actors)."""
+        unrolls = slot["unrolls"]
+        reward = unrolls["reward"] if "reward" in unrolls.dtype.names else unrolls["last_reward"][:, 1:]
+        if bad := find_bad(unrolls["obs"].swapaxes(0, 1), reward.swapaxes(0, 1)):  # (T + 1, N, ...), (T, N)
+            where = f"environment {bad[1]} of actor {slot['actor']}"
+            raise self._non_finite(f"{bad[0]} in {where}", self.step + bad[2] * len(unrolls))
+
+    def log_episodes(self, info: dict[str, Any], episodes: Sequence = ()) -> None:
+        """Count the episodes that ended (info's `episode` and `_episode`); the next point shows their mean.
+
+        `episodes`: as a replay buffer has them, of which the latest have just ended, those of environments in their
+        order; a number in them that is NaN or infinite raises NonFiniteError, as in `check_rollout`.
+        """
         ended = info["_episode"]
         returns = info["episode"]["r"][ended].reshape(ended.sum(), -1)  # (episodes, agents)
-        if not np.isfinite(returns).all():
-            episode, agent = np.argwhere(~np.isfinite(returns))[0]
-            of_agent = f" of agent {agent}" if returns.shape[1] > 1 else ""
-            where = f"environment {np.flatnonzero(ended)[episode]}"
-            raise self._non_finite(f"the return{of_agent} in {where} is {returns[episode, agent]}")
+        for n, episode, of_agents in zip(np.flatnonzero(ended)[::-1], reversed(episodes), returns[::-1]):
+            if bad := find_bad_episode(episode, of_agents):
+                step = self.step - (len(episode.reward) - bad[1]) * len(ended)
+                raise self._non_finite(f"{bad[0]} in environment {n}", step)
+        if not np.isfinite(returns).all():  # the next check of a rollout says which step it was
+            self.bad_returns = ~np.isfinite(info["episode"]["r"])
         self.num_episodes += len(returns)
         self.episodes["rollout/ep_reward"] += returns.sum(1).tolist()
         self.episodes["rollout/ep_length"] += info["episode"]["l"][ended].tolist()
@@ -318,9 +298,12 @@ class Run:
         """Once per update: check the losses, write a point of every curve if one is due, save if due, stop if asked to.
 
         With may_write=False no point is due.
-        Raises NonFiniteError if a metric whose name ends in `_loss` is not finite, SystemExit after SIGINT or SIGTERM.
+        Raises NonFiniteError if a return, or a metric named `..._loss`, is not finite, SystemExit after a signal.
         """
         metrics = {key: float(value) for key, value in metrics.items()}
+        if self.bad_returns is not False:
+            where = np.argwhere(self.bad_returns)[0]
+            raise self._non_finite(f"the return in environment {where[0]} is not finite")
         for key, value in metrics.items():
             if key.endswith("_loss") and not math.isfinite(value):
                 raise self._non_finite(f"{key} is {value}")
@@ -328,7 +311,7 @@ class Run:
         is_last = self.step + (self.step - self.last_step) > total  # another update of this size would not fit
         self.last_step = self.step
         is_due = is_last or self.step - self.last_point >= total // CURVE_POINTS
-        if (may_write and is_due) or self.stop_signal is not None:
+        if may_write and is_due:
             self.last_point = self.step
             episodes = {key: float(np.mean(values)) for key, values in self.episodes.items()}
             episodes["rollout/num_episodes"] = self.num_episodes
@@ -348,36 +331,82 @@ class Run:
         if self.wandb is not None:
             self.wandb.log(metrics, step=self.step)
 
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether --eval-interval asks for an evaluation now, or --video-interval for a film."""
+        return self._to_play() or self._to_film()
+
+    def _to_play(self) -> bool:
+        interval = self.args.eval_interval if self.args.eval_episodes > 0 else 0
+        return interval > 0 and self.step // interval > self.last_evaluation // interval
+
+    def _to_film(self) -> bool:
+        interval = self.args.video_interval if self.args.capture_video else 0
+        return interval > 0 and self.step // interval > self.last_film // interval
+
     def evaluate(self, make_envs: Callable, policy: Callable, num_envs: int = 1) -> None:
-        """Play --eval-episodes in `make_envs(args, num_envs)`, log the result; film one more if --capture-video."""
-        args = self.args
-        self.save()  # an evaluation may take long, and training is done
+        """Play --eval-episodes in `make_envs(args, num_envs)`, log the result, and keep the best one's checkpoint.
+
+        Called when `evaluation_due`, and at the end: then what has just been played is not played again.
+        --capture-video films an episode. Nothing of it changes what training draws.
+        """
+        at_end, num_episodes = not self.evaluation_due, self.args.eval_episodes
+        to_play = num_episodes > 0 and (self._to_play() or at_end) and self.last_evaluation < self.step
+        to_film = self.args.capture_video and (self._to_film() or at_end) and self.last_film < self.step
+        if at_end:
+            self.save()  # an evaluation may take long, and training is done
 
         def stoppable(*seen):
             if self.stop_signal is not None:
-                self._stop()
+                raise SystemExit
             return policy(*seen)
 
-        if args.eval_episodes > 0:
-            envs = make_envs(args, num_envs)
-            metrics = evaluate(envs, stoppable, args.eval_episodes, seed=args.seed + EVAL_SEED)
-            envs.close()
-            self.write(metrics)
-            mean, std = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"]
-            length = f"length {metrics['eval/ep_length']:.1f}"
-            self._print(f"evaluation: return {mean:.2f} ± {std:.2f}, {length}, {args.eval_episodes} episodes")
-        if args.capture_video:
-            try:
-                envs, frames = make_envs(args, 1, render_mode="rgb_array"), []
-            except (EnvError, WorkerError) as error:  # an environment without pictures should not cost the run
-                self._print(f"no video: {error}")
-                return
-            evaluate(envs, stoppable, 1, seed=args.seed + EVAL_SEED, frames=frames)
-            envs.close()
-            save_video(frames, self.folder / "videos" / f"step-{self.step}.mp4")
+        try:
+            if to_play:
+                with same_random_state():
+                    envs = make_envs(self.args, min(num_envs, num_episodes))
+                    seed = self.args.seed + EVAL_SEED
+                    metrics = evaluate(envs, stoppable, num_episodes, seed, report=self._show_evaluation)
+                    envs.close()
+                self._log_evaluation(metrics)
+                if self.is_best or self.last_checkpoint == self.step:
+                    self.save()
+            if to_film:
+                with same_random_state():
+                    self._film(make_envs, stoppable)
+        except SystemExit:
+            self.save()
+            self._stop()
 
-    def _non_finite(self, what: str) -> NonFiniteError:
-        return NonFiniteError(f"{what} at step {self.step:,}; {self._last_good()}")
+    def _show_evaluation(self, num_played: int) -> None:
+        if time.perf_counter() - self.last_line >= LINE_SECONDS:
+            self.last_line = time.perf_counter()
+            self._print(f"evaluation at step {self.step:,}: {num_played} of {self.args.eval_episodes} episodes")
+
+    def _log_evaluation(self, metrics: dict[str, float]) -> None:
+        self.write(metrics)
+        mean, std = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"]
+        length = f"length {metrics['eval/ep_length']:.1f}"
+        self._print(f"evaluation: return {mean:.2f} ± {std:.2f}, {length}, {self.args.eval_episodes} episodes")
+        self.last_evaluation = self.step
+        if mean > self.best:
+            self.best, self.is_best = mean, True
+
+    def _film(self, make_envs: Callable, policy: Callable) -> None:
+        frames: list[np.ndarray] = []
+        self.last_film, path = self.step, self.folder / "videos" / f"step-{self.step}.mp4"
+        try:
+            with closing(make_envs(self.args, 1, render_mode="rgb_array")) as envs:
+                evaluate(envs, policy, 1, seed=self.args.seed + EVAL_SEED, frames=frames)
+            save_video(frames, path, pictures_per_second(envs))
+        except (EnvError, WorkerError, FilmError) as error:  # what cannot be filmed should not cost the run
+            self._print(f"no video: {' '.join(str(error).split())}")
+            return
+        if self.wandb is not None:
+            self.wandb.log({"video": import_optional("wandb", "--track").Video(str(path))}, step=self.step)
+
+    def _non_finite(self, what: str, step: int | None = None) -> NonFiniteError:
+        return NonFiniteError(f"{what} at step {self.step if step is None else step:,}; {self._last_good()}")
 
     def _last_good(self) -> str:
         if (self.folder / "checkpoint.pt").exists():
@@ -395,7 +424,7 @@ class Run:
 
     def _stop(self) -> None:
         self._print(f"stopped at step {self.step:,}; continue with --resume {self.folder}")
-        raise SystemExit(128 + self.stop_signal)
+        raise SystemExit(128 + (self.stop_signal or 0))
 
     def _sps(self) -> float:
         return (self.step - self.start_step) / (time.perf_counter() - self.start_time)
@@ -426,28 +455,45 @@ class Run:
         and no loss tells of a normaliser's statistics), and WriteError if the disk is full or gone; both leave the
         checkpoint as it was.
         """
-        name, keys, *numbers = np.random.get_state()  # noqa: NPY002
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        randoms = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
-        randoms["numpy"] = (name, torch.from_numpy(keys.astype(np.int64)), *numbers)
-        checkpoint = {"format": FORMAT, "script": self.script, "step": self.step, "num_episodes": self.num_episodes}
-        checkpoint |= {"random": randoms, "modules": {name: x.state_dict() for name, x in self.modules.items()}}
-        for name, state in checkpoint["modules"].items():
+        checkpoint: dict[str, Any] = {"format": FORMAT, "script": self.script}
+        checkpoint |= {name: getattr(self, name) for name in NUMBERS}
+        checkpoint |= {"episodes": dict(self.episodes), "random": random_state()}
+        checkpoint["modules"] = {name: module.state_dict() for name, module in self.modules.items()}
+        snapshot = getattr(self.envs, "snapshot", lambda: None)()
+        checkpoint["playing"] = None if snapshot is None else as_tensors({"envs": snapshot, "carried": self.carried})
+        for name, state in {**checkpoint["modules"], "environments": checkpoint["playing"]}.items():
             if bad := not_finite(state, name):
                 raise self._non_finite(f"{bad} is not finite")
+        path = self.folder / "checkpoint.pt"
         with self._writing():
-            write_checkpoint(checkpoint, self.folder / "checkpoint.pt")
-        self.last_checkpoint = self.step
+            if self.args.keep_checkpoints > 1 and self.last_checkpoint < self.step and path.exists():
+                copy_file(path, self.folder / f"checkpoint-{self.last_checkpoint}.pt")
+            write_checkpoint(checkpoint, path)
+            if self.is_best:
+                copy_file(path, self.folder / "best.pt")
+            self._drop_checkpoints()
+        self.last_checkpoint, self.is_best = self.step, False
+
+    def _drop_checkpoints(self) -> None:
+        """Those that are too old to be kept, and those of later steps, where an earlier one has been resumed."""
+        kept = {int(path.stem[11:]): path for path in self.folder.glob("checkpoint-*.pt") if path.stem[11:].isdigit()}
+        earlier = sorted(step for step in kept if step < self.step)
+        for step in kept.keys() - set(earlier[::-1][: self.args.keep_checkpoints - 1]):
+            kept[step].unlink(missing_ok=True)
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
-        self.step, self.num_episodes, randoms = checkpoint["step"], checkpoint["num_episodes"], checkpoint["random"]
-        load_states(checkpoint, self.folder, **self.modules)
-        random.setstate(randoms["python"])
-        torch.set_rng_state(randoms["torch"])
-        if torch.cuda.is_available() and randoms["cuda"]:
-            torch.cuda.set_rng_state_all(randoms["cuda"])
-        name, keys, *numbers = randoms["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
+        load_states(checkpoint, self.args.resume, **self.modules)
+        set_random_state(checkpoint["random"])
+        for name in NUMBERS:
+            setattr(self, name, checkpoint.get(name, getattr(self, name)))
+        self.episodes.update(checkpoint.get("episodes", {}))
+        self.last_checkpoint, self.playing = self.step, checkpoint.get("playing")
+
+
+def as_table(values: dict[str, Any]) -> str:
+    """A table in Markdown."""
+    rows = [f"| {key} | {str(value).replace('|', chr(92) + '|')} |" for key, value in values.items()]
+    return "\n".join(["| argument | value |", "|---|---|", *rows])
 
 
 def _login() -> Any:
@@ -458,40 +504,6 @@ def _login() -> Any:
     except wandb.Error as error:
         raise UsageError(f"--track: {_cause(error)} (WANDB_MODE=offline needs no login)") from error
     return wandb
-
-
-def _wait_for_next_second(folder: Path) -> None:
-    """Wait until a new event file is read after those of the folder: they are read in the order of their names.
-
-    A name begins with the second in which the file was made; what follows, pid and number, need not grow.
-    """
-    made = max((int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")), default=0)
-    check(made < time.time() + 60, f"{folder} has events of the future: one of two clocks is wrong")
-    while time.time() < made + 1:
-        time.sleep(0.01)
-
-
-def _new_folder(folder: Path) -> Path:
-    """Make it; two runs of one seed that start in one second get two folders."""
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            folder = folder.with_name(f"{folder.name}-again")
-
-
-def _lock(folder: Path) -> TextIO:
-    """Lock the folder until the file that it returns is closed, or this process is gone; UsageError if it is locked."""
-    file = (folder / "lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise UsageError(f"{folder} is being written by another process: wait until it ends, or stop it") from error
-    except OSError:
-        pass  # a file system without locks
-    return file
 
 
 def _cause(error: BaseException | None) -> str:

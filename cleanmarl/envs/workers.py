@@ -8,6 +8,10 @@
 
 The arrays carry what changes at every step; the pipes carry names of methods, their few arguments, and errors.
 
+A worker that is silent for a minute is looked at. If it is stopped (SIGSTOP, a debugger), nobody would ever hear of it
+again: WorkerError. If it is merely slow, a line says so, every minute, and the run waits: who knows how long a reset
+takes.
+
 Why not Gymnasium's AsyncVectorEnv: one process per environment, rewards (N,) instead of (N, A), infos pickled at every
 step. Workers here are fresh interpreters, as with multiprocessing's spawn, but they do not import the script again:
 that takes seconds and the memory of torch in each of them, and a `__main__` guard in the script.
@@ -17,18 +21,23 @@ import importlib
 import math
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+from cleanmarl.envs import WorkerError
+from cleanmarl.machine import is_stopped
+
 import numpy as np
 
-from cleanmarl.envs import WorkerError
+SILENCE = 60.0  # seconds without a word from a process, after which one looks what is the matter
 
 
 def new_memory() -> int:
@@ -75,6 +84,8 @@ class Worker:
             start_new_session=True,  # a signal to the process group ends the main process, which ends the workers
         )
         theirs.close()  # so that the pipe ends with the process
+        self.poller = select.poll()
+        self.poller.register(self.connection, select.POLLIN)
         self.label = label.replace("{pid}", str(self.process.pid))
         self.send("open", target, *arguments)
 
@@ -83,7 +94,10 @@ class Worker:
             self.connection.send((command, arguments))
 
     def receive(self):
-        """What the command that was sent returned. Raises WorkerError if it raised, or if the process died."""
+        """What the command that was sent returned. WorkerError if it raised, or if the process died or is stopped."""
+        start = time.monotonic()
+        while not self.poller.poll(1000 * SILENCE):
+            look_after(self.label, self.process.pid, time.monotonic() - start)
         try:
             error, reply = self.connection.recv()
         except (EOFError, OSError):
@@ -93,6 +107,17 @@ class Worker:
         if error:
             raise WorkerError(f"{self.label} failed:\n{error}")
         return reply
+
+
+def look_after(label: str, pid: int, seconds: float) -> None:
+    """A process has been silent for so long: WorkerError if it is stopped, else a line that we wait for it."""
+    if is_stopped(pid):
+        time.sleep(min(1, SILENCE))  # unless somebody has just let all of a stopped job go on
+        if is_stopped(pid):
+            hint = "kill -CONT would have let it go on; now it is ended, continue with --resume"
+            raise WorkerError(f"{label} is stopped and was silent for {seconds:.0f} seconds: {hint}")
+    with suppress(OSError):  # a closed terminal
+        print(f"{label} has been silent for {seconds:.0f} seconds; waiting for it", file=sys.stderr, flush=True)
 
 
 def call(workers: list[Worker], command: str, *arguments):
@@ -107,9 +132,10 @@ def stop(workers: list[Worker]) -> None:
     """End all workers: the closed connection tells them; who is still busy after two seconds is killed."""
     for worker in workers:
         worker.connection.close()
+    end = time.monotonic() + 2
     for worker in workers:
         try:
-            worker.process.wait(2)
+            worker.process.wait(max(0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             worker.process.kill()
             worker.process.wait()

@@ -1,0 +1,133 @@
+"""Checkpoints: whole and finite or not written at all; nested arrays as tensors, which weights_only loading takes."""
+
+import hashlib
+import math
+import mmap
+import pickle
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cleanmarl.cli import UsageError, check, read_run, run_folder
+
+import numpy as np
+import torch
+
+FORMAT = 1  # raised when an older one can no longer be read
+DIGEST_SIZE = hashlib.sha256().digest_size
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """What torch.save writes, and its SHA-256, which torch.load passes over; OSError or RuntimeError if it cannot.
+
+    Atomically: a crash at any moment leaves the previous file or the new one whole.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb+") as file:
+            torch.save(checkpoint, file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())  # after all that was read
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def checkpoint_path(path: Path) -> Path:
+    """The file itself, or checkpoint.pt, the latest one, of a run folder."""
+    return path / "checkpoint.pt" if run_folder(path) == path else path
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint, or the latest one of a run folder, on the CPU; UsageError if there is none, or it is damaged."""
+    folder, path = run_folder(Path(path)), checkpoint_path(Path(path))
+    if not path.exists():
+        there = sorted(file.name for file in folder.glob("*.pt"))
+        has = f"it has {', '.join(there)}" if there else "the run ended before it saved one"
+        raise UsageError(f"{folder} has no {path.name}: {has}")
+    try:
+        with path.open("rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+                is_whole = hashlib.sha256(view[:-DIGEST_SIZE]).digest() == view[-DIGEST_SIZE:]
+            check(is_whole, f"{path} is damaged, or of another version of cleanmarl")
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UsageError(f"{path} is damaged and cannot be read") from error
+    is_ours = isinstance(checkpoint, dict) and checkpoint.get("format") == FORMAT
+    check(is_ours, f"{path} is no checkpoint of this version of cleanmarl")
+    script, wanted = checkpoint["script"], read_run(folder)["script"]
+    check(script == wanted, f"{path} is a checkpoint of {script}.py, not of {wanted}.py")
+    return checkpoint
+
+
+def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
+    """Give each of the modules its state in a checkpoint, read from `path`; UsageError if it does not fit."""
+    for name, module in modules.items():
+        try:
+            module.load_state_dict(checkpoint["modules"][name])
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(
+                f"the {name} of {checkpoint_path(Path(path))} does not fit the script as it is ({reason})"
+            ) from error
+
+
+def not_finite(x: Any, name: str) -> str | None:
+    """The name of the first part of nested dicts, lists and tensors with a number that is NaN or infinite, or None."""
+    if isinstance(x, torch.Tensor) and x.is_floating_point():
+        # If a sum is finite, so are its parts: quicker than to look at each, and needs no memory in a large buffer.
+        return None if x.sum().isfinite() or x.isfinite().all() else name
+    if isinstance(x, dict | list | tuple):
+        items = x.items() if isinstance(x, dict) else enumerate(x)
+        return next(filter(None, (not_finite(value, f"{name}.{key}") for key, value in items)), None)
+    return name if isinstance(x, float) and not math.isfinite(x) else None
+
+
+def as_tensors(x: Any) -> Any:
+    """Nested dicts, lists and tuples with their arrays as tensors."""
+    if isinstance(x, dict):
+        return {key: as_tensors(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)(map(as_tensors, x))
+    return torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
+
+
+def as_arrays(x: Any) -> Any:
+    """Nested dicts, lists and tuples with their tensors as arrays."""
+    if isinstance(x, dict):
+        return {key: as_arrays(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)(map(as_arrays, x))
+    return x.numpy() if isinstance(x, torch.Tensor) else x
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's global generators."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    name, keys, *numbers = state
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    randoms = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
+    return randoms | {"numpy": (name, torch.from_numpy(keys.astype(np.int64)), *numbers)}
+
+
+def set_random_state(randoms: dict[str, Any]) -> None:
+    random.setstate(randoms["python"])
+    torch.set_rng_state(randoms["torch"])
+    if torch.cuda.is_available() and randoms["cuda"]:
+        torch.cuda.set_rng_state_all(randoms["cuda"])
+    name, keys, *numbers = randoms["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """What is drawn inside changes nothing of what is drawn afterwards."""
+    randoms = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(randoms)
