@@ -26,13 +26,19 @@ import ast
 import difflib
 import functools
 import importlib
+import math
 import os
 import sys
 import time
+import traceback
 import urllib.parse
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import Any
+
+from cleanmarl.machine import too_large
 
 import gymnasium as gym
 import numpy as np
@@ -47,8 +53,12 @@ FAMILIES = {  # family -> what it is; each is a module of this package, imported
     "rware": "robot warehouse, the package rware, in worker processes",
     "smaclite": "StarCraft's micromanagement without StarCraft, the package smaclite, in worker processes",
     "smax": "StarCraft-like battles of JaxMARL, compiled by JAX on the CPU",
-    "pz": "any PettingZoo parallel environment, pz/<package>/<name>, in worker processes",
+    "pz": "any PettingZoo parallel environment, pz/<package>/<name> or pz/my_module:MyEnv, in worker processes",
 }
+
+
+ENV_BYTES = 4000  # the least that a Gymnasium environment takes: CartPole with its wrappers has 5,100
+BATCHED_BYTES = 100  # the same where a family steps all of them at once, without a word of what they see
 
 
 class EnvError(ValueError):
@@ -57,6 +67,12 @@ class EnvError(ValueError):
 
 class WorkerError(RuntimeError):
     """A worker process died, which is told in one line, or failed, which comes with its traceback."""
+
+
+def check_memory(what: str, num_bytes: float) -> None:
+    """Raises EnvError with the gigabytes that it would take, if this machine has less."""
+    if message := too_large(what, num_bytes):
+        raise EnvError(message)
 
 
 class MultiAgentVectorEnv(gym.vector.VectorEnv):
@@ -74,7 +90,8 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
     after its death (`smaclite`, `smax`); for one with a reward of its own, death is the end.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_fps": 10}  # noqa: RUF012
+    single_observation_space: gym.spaces.Box  # (A, D) float32, or pictures (A, H, W, C) uint8
     agents: tuple[str, ...]  # names, in the order of the agent axis
     num_agents: int
     obs_sizes: np.ndarray  # (A,) true observation size of each agent, D is the largest; H * W * C of pictures
@@ -84,11 +101,12 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
     continuous: bool = False
     team_reward: bool = False
     may_die: bool = True  # what is assumed where nothing is known
+    time_limit: int | None = None  # the most steps of an episode, where it is known
 
     def _set_spaces(
         self,
         num_envs: int,
-        agents: tuple[str, ...],
+        agents: Sequence[str],
         obs_sizes,
         action_sizes,
         state_size: int,
@@ -104,6 +122,9 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
         self.obs_sizes, self.action_sizes = np.asarray(obs_sizes), np.asarray(action_sizes)
         self.state_size = int(state_size)
         shape = (self.num_agents, int(self.obs_sizes.max()))
+        seen = sum(math.prod(space.shape) * space.dtype.itemsize for space in (observation_space, state_space) if space)
+        seen = seen or 4 * (math.prod(shape) + self.state_size)
+        check_memory(f"what {num_envs:,} environments with {self.num_agents:,} agents show", 3.0 * num_envs * seen)
         self.single_observation_space = observation_space or gym.spaces.Box(-np.inf, np.inf, shape, np.float32)
         self.single_state_space = state_space or gym.spaces.Box(-np.inf, np.inf, (self.state_size,), np.float32)
         self.single_action_space = action_space or gym.spaces.MultiDiscrete(self.action_sizes)
@@ -113,6 +134,17 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
         # (A, K): which actions exist for each agent; the static mask of environments without illegal actions
         self.real_actions = np.arange(self.action_sizes.max()) < self.action_sizes[:, None]
 
+    def snapshot(self) -> dict[str, Any] | None:
+        """All that decides what comes next, in nested dicts and lists of arrays and numbers; None if it cannot be had.
+
+        It can where the state is arrays of this process, and not where it lies in worker processes or in C++.
+        """
+        return None
+
+    def restore(self, snapshot: dict[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
+        """Go on from where environments of the same options were; (obs, info) as after their last step or reset."""
+        raise NotImplementedError
+
 
 class EpisodeStatistics:
     """Return per agent, length and wall time of the episodes under way in N environments, exact under autoreset."""
@@ -121,6 +153,13 @@ class EpisodeStatistics:
         self.returns = np.zeros((num_envs, num_agents), np.float64)
         self.lengths = np.zeros(num_envs, np.int64)
         self.started = np.full(num_envs, time.perf_counter())
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Returns and lengths so far; the wall time of what is under way counts anew after `restore`."""
+        return {"returns": self.returns, "lengths": self.lengths}
+
+    def restore(self, snapshot: dict[str, np.ndarray]) -> None:
+        self.returns[:], self.lengths[:] = snapshot["returns"], snapshot["lengths"]
 
     def add(self, reward: np.ndarray) -> None:
         """Count one step of every environment. reward: (N, A)."""
@@ -162,10 +201,11 @@ def env_seeds(seed: int, num_envs: int) -> list[int]:
 
 
 def make(
-    env_id: str, num_envs: int = 1, *, discrete: bool | None = None, pictures: bool = False, **options
+    env_id: str | Callable, num_envs: int = 1, *, discrete: bool | None = None, pictures: bool = False, **options
 ) -> MultiAgentVectorEnv:
     """Build `num_envs` copies of the multi-agent environment `family/name`.
 
+    In place of an id it takes a class or a function that returns a PettingZoo parallel environment, `MyEnv(**options)`.
     `discrete` says which actions the script needs, True or False (continuous); None takes both. With `pictures` agents
     may see pictures, obs (N, A, H, W, C) uint8; without, observations are always vectors (N, A, D) float32.
     `options` go to the environment: `max_cycles`, `continuous_actions`, `render_mode`, for `mpe/simple_spread_v3` also
@@ -174,11 +214,17 @@ def make(
     Raises EnvError with one line for an unknown id (naming near ones), a missing package, an option nobody knows, or
     actions or observations that the script cannot take.
     """
-    env_id, in_id = split_options(env_id)
+    in_id: dict[str, Any] = {}
+    name: str | Callable
+    if isinstance(env_id, str):
+        env_id, in_id = split_options(env_id)
+        family, _, name = env_id.partition("/")
+    else:
+        family, name, env_id = "pz", env_id, called(env_id)
     options = in_id | options
-    family, _, name = env_id.partition("/")
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
+    check_memory(f"{env_id}: {num_envs:,} environments", num_envs * BATCHED_BYTES)
     for key in {"num_envs", "name", "pictures"} & in_id.keys():
         raise EnvError(f"{env_id}: {key} is no option of an environment")
     for key in {"max_cycles", "max_steps", "max_episode_steps"} & options.keys():
@@ -187,6 +233,7 @@ def make(
     if family not in FAMILIES:
         near = difflib.get_close_matches(family, FAMILIES, n=1)
         near = [f"{near[0]}/{name}"] if near else [f"{f}/..." for f in FAMILIES]
+        near = [f"pz/{env_id}"] if ":" in env_id else near  # a class of the user's
         raise EnvError(
             f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?"
         )
@@ -217,9 +264,9 @@ def check_spaces(env_id: str, envs: MultiAgentVectorEnv, discrete: bool | None, 
 
 def split_options(env_id: str) -> tuple[str, dict[str, Any]]:
     """ "mpe/simple_spread_v3?N=5" -> "mpe/simple_spread_v3", {"N": 5}."""
-    name, _, query = env_id.partition("?")
+    name, mark, query = env_id.partition("?")
     try:
-        pairs = urllib.parse.parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        pairs = urllib.parse.parse_qsl(query or mark, keep_blank_values=True, strict_parsing=True) if mark else []
     except ValueError:
         raise EnvError(f"{env_id}: the options of an id are name=value, joined by &") from None
     options = {key: _literal(value) for key, value in pairs}
@@ -236,10 +283,43 @@ def _literal(text: str) -> Any:
         return text
 
 
+def called(env: str | Callable) -> str:
+    """How messages name an environment, which may be a class or a function."""
+    return env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
+
+
 def search_working_folder() -> None:
     """Let modules of the user be imported from the folder of the shell, last, whatever folder the script is in."""
+    package = Path(__file__).resolve().parents[1]
+    if sys.path and Path(sys.path[0]).resolve() == package:  # a script run by path; `envs` may be the user's
+        del sys.path[0]
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
+
+
+def import_own(env_id: str, name: str) -> ModuleType:
+    """The user's module `name`, which `env_id` needs. EnvError with one line if it is not there or fails."""
+    search_working_folder()
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            where = f"neither in {Path.cwd()} nor on the Python path"
+            raise EnvError(f"{env_id}: there is no module {error.name}, {where}") from None
+        places = [f for f in traceback.extract_tb(error.__traceback__) if "<frozen" not in f.filename]
+        inside = [place for place in places if "site-packages" not in place.filename][1:]  # [0] is this function
+        where = f" ({Path(inside[-1].filename).name}, line {inside[-1].lineno})" if inside else ""
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EnvError(f"{env_id}: the module {name} cannot be imported: {reason}{where}") from error
+
+
+def own_name(env_id: str, module: ModuleType, name: str) -> Callable:
+    """What `name` is in a module of the user's; EnvError if there is none, with the nearest names."""
+    if not callable(found := getattr(module, name, None)):
+        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise EnvError(f"{env_id}: the module {module.__name__} has no {name}{hint}")
+    return found
 
 
 def unknown_name(env_id: str, known) -> EnvError:
@@ -262,12 +342,20 @@ class GameStatistics(gym.vector.VectorWrapper):
         return *transition, info | {key: final_info[key] for key in ("episode", "_episode") if key in final_info}
 
 
+class IndependentSeeds(gym.vector.VectorWrapper):
+    """Seeds of `env_seeds`. Gymnasium's own, seed + i, give environment i of a run to the next run as i - 1."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        seeds: Any = None if seed is None else env_seeds(seed, self.num_envs)  # a list, which its reset takes too
+        return self.env.reset(seed=seeds, options=options)
+
+
 def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
     """`env` with observations (D,): Box flattened, Discrete one-hot. EnvError for pictures and for other spaces."""
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box | gym.spaces.Discrete):
         raise EnvError(f"this script needs Box or Discrete observations and {env_id} has {space}")
-    if space.dtype == np.uint8 and len(space.shape) == 3:
+    if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3:
         raise EnvError(
             f"{env_id} has pictures {space.shape} and this script needs vectors: see ppo_atari.py, which has a CNN"
         )
@@ -293,10 +381,18 @@ def check_action_space(env: gym.Env, env_id: str, discrete: bool) -> gym.Env:
 
 
 def make_gymnasium(
-    env_id: str, num_envs: int = 1, *, discrete: bool | None = None, vectors: bool = False, wrappers=(), **options
+    env_id: str | Callable,
+    num_envs: int = 1,
+    *,
+    discrete: bool | None = None,
+    vectors: bool = False,
+    wrappers=(),
+    **options,
 ) -> gym.vector.VectorEnv:
     """A Gymnasium vector environment for the single-agent scripts: SAME_STEP autoreset, `episode` statistics in info.
 
+    `module:Id` is an id that a module of the user's registers, `module:MyEnv` a class or function in it that returns an
+    environment; in Python, the class or function itself will do.
     `discrete` says which actions the script needs: True for Discrete, counted from 0, False for Box (K,); None takes
     all. With `vectors` observations are (N, D): Box ones are flattened, Discrete ones one-hot, pictures refused.
     `wrappers` are applied to each environment after that, in order; if one of them is Gymnasium's
@@ -306,7 +402,15 @@ def make_gymnasium(
     """
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
-    search_working_folder()  # for ids such as my_module:MyEnv-v0
+    wanted, env_id = env_id, called(env_id)  # an id, a class or a function
+    check_memory(f"{env_id}: {num_envs:,} environments", num_envs * ENV_BYTES)
+    if env_id.partition("/")[0] in FAMILIES:
+        raise EnvError(f"{env_id} is for many agents and this script is for one: try ippo.py")
+    if isinstance(wanted, str) and ":" in wanted:
+        module, _, name = env_id.partition(":")
+        own = import_own(env_id, module)
+        wanted = name if name in gym.registry else own_name(env_id, own, name)
+    spec = wanted if isinstance(wanted, str) else gym.envs.registration.EnvSpec(env_id, entry_point=wanted)
     if env_id.startswith("ALE/"):
         try:
             ale_py = importlib.import_module("ale_py")
@@ -318,7 +422,7 @@ def make_gymnasium(
             ) from error
     if options.get("render_mode") == "rgb_array":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
-    needed = []
+    needed: list[Callable] = []
     if discrete is not None:
         needed.append(functools.partial(check_action_space, env_id=env_id, discrete=discrete))
     if vectors:
@@ -326,8 +430,8 @@ def make_gymnasium(
     try:
         with warnings.catch_warnings():  # where an old version is no longer there, the one line says so
             warnings.filterwarnings("ignore", ".* is out of date", DeprecationWarning)
-            envs = gym.make_vec(
-                env_id,
+            envs: Any = gym.make_vec(
+                spec,
                 num_envs,
                 vectorization_mode="sync",
                 vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False},
@@ -345,6 +449,5 @@ def make_gymnasium(
         near = difflib.get_close_matches(env_id, gym.registry, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise EnvError(f"unknown environment {env_id!r}{hint}") from error
-    if envs.envs[0].has_wrapper_attr("episode_returns"):
-        return GameStatistics(envs)
-    return gym.wrappers.vector.RecordEpisodeStatistics(envs)
+    is_game = envs.envs[0].has_wrapper_attr("episode_returns")
+    return (GameStatistics if is_game else gym.wrappers.vector.RecordEpisodeStatistics)(IndependentSeeds(envs))

@@ -19,10 +19,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
+
+from cleanmarl.cli import keep_freed_memory
+from cleanmarl.envs import FAMILIES, EnvError, MultiAgentVectorEnv, make, split_options
 
 import numpy as np
-
-from cleanmarl.envs import FAMILIES, EnvError, MultiAgentVectorEnv, make, split_options
 
 BACKENDS = {"mpe": "NumPy", "matrix": "NumPy", "jumanji": "envpool", "pgx": "envpool", "smax": "JAX"}  # else workers
 Clock = Callable[[], float]
@@ -58,7 +60,7 @@ def known_names(module) -> list[str]:
 
 def describe(env_id: str, module) -> str:
     """One line of the list."""
-    options = {"num_workers": 0} if "num_workers" in inspect.signature(module.make).parameters else {}
+    options: dict[str, Any] = {"num_workers": 0} if "num_workers" in inspect.signature(module.make).parameters else {}
     try:
         with warnings.catch_warnings(action="ignore"):
             envs = make(env_id, 1, pictures=True, **options)
@@ -87,6 +89,7 @@ def each_size(sizes: np.ndarray) -> str:
 def bench(env_id: str, seconds: float = 1.0) -> None:
     """Print steps per second of `env_id` for several N, each measured for `seconds` of stepping."""
     make(env_id, pictures=True).close()  # for its errors
+    keep_freed_memory()  # as every script does
     plain_id, options = split_options(env_id)
     family, _, name = plain_id.partition("/")
     in_process = BACKENDS.get(family, "workers") != "workers" or options.get("num_workers") == 0
@@ -108,7 +111,7 @@ def steps_per_second(steps: Iterator[float], num_envs: int, seconds: float) -> f
     """`steps` yields how long each step took."""
     for _ in range(3):
         next(steps)
-    spent = count = 0
+    spent, count = 0.0, 0
     while spent < seconds:
         spent, count = spent + next(steps), count + 1
     return num_envs * count / spent

@@ -36,10 +36,11 @@ right nine times, and the reward is 1 when all have, else -0.03. Compare numbers
 
 import functools
 from collections.abc import Callable
-
-import numpy as np
+from typing import Any
 
 from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_actions, env_seeds, unknown_name
+
+import numpy as np
 
 Raw = dict[str, np.ndarray]  # observation of envpool for n environments
 
@@ -111,7 +112,8 @@ class JumanjiVectorEnv(MultiAgentVectorEnv):
             from envpool.python.envpool import EnvPoolMixin
         except ImportError as error:
             raise EnvError(f"jumanji/{name} needs a package that is missing ({error}): pip install envpool") from error
-        self.env_id, self.render_mode, self.pool = f"jumanji/{name}", render_mode, None
+        self.env_id, self.render_mode = f"jumanji/{name}", render_mode
+        self.pool: Any = None  # of a class of this task's own
         spec = envpool.make_spec(name)
         self.time_limit = spec.config.max_episode_steps
         self.new_pool = functools.partial(
@@ -165,7 +167,7 @@ class JumanjiVectorEnv(MultiAgentVectorEnv):
             self.action_mask[done] = legal(raw)
         return obs, reward, termination, truncation, self._info(state) | end
 
-    def render(self) -> np.ndarray:
+    def render(self) -> Any:
         """Frame (height, width, 3) uint8 of environment 0, with render_mode="rgb_array"."""
         if self.render_mode is None or self.pool is None:
             raise EnvError(f"{self.env_id}: to render, make it with render_mode='rgb_array' and reset it")

@@ -22,10 +22,12 @@ the rewards of all agents: compare its returns with the sum over agents.
 import importlib
 import re
 from collections.abc import Callable
+from typing import Any
+
+from cleanmarl.envs import EnvError, draw, pz, unknown_name
 
 import gymnasium as gym
-
-from cleanmarl.envs import EnvError, pz, unknown_name
+import numpy as np
 
 REPORTED = (  # in the paper above; there with other versions
     "Foraging-8x8-2p-2f-coop-v3",
@@ -62,7 +64,24 @@ def parallel_env(task: str, **options) -> "TupleEnv":
     if sibling not in gym.registry or not task.startswith("Foraging"):
         raise unknown_name(f"lbf/{task}", known_names())
     env = construct(sibling, options)
-    return TupleEnv(env, before_reset=forget_players, finished=lambda: not env.field.any())
+    return TupleEnv(env, before_reset=forget_players, finished=lambda: not env.field.any(), picture=picture)
+
+
+def picture(env, cell: int = 40) -> np.ndarray:
+    """The field (H, W, 3) uint8: food as green squares, players as discs, with their levels on them."""
+    rows, columns = env.field.shape
+    frame = draw.canvas(rows * cell, columns * cell)
+    for row, column in np.ndindex(rows, columns):
+        draw.rectangle(frame, row * cell, column * cell, 1, cell, 0.8)
+        draw.rectangle(frame, row * cell, column * cell, cell, 1, 0.8)
+        if level := env.field[row, column]:
+            draw.rectangle(frame, (row + 0.2) * cell, (column + 0.2) * cell, 0.6 * cell, 0.6 * cell, (0.3, 0.65, 0.3))
+            draw.text(frame, (row + 0.5) * cell, (column + 0.5) * cell, str(level), (1, 1, 1), size=22)
+    for player, color in zip(env.players, draw.hues(len(env.players))):
+        row, column = (place * cell + cell / 2 for place in player.position)
+        draw.disc(frame, row, column, 0.36 * cell, color)
+        draw.text(frame, row, column, str(player.level), (1, 1, 1), size=22)
+    return draw.finished(frame)
 
 
 def forget_players(env) -> None:
@@ -77,10 +96,18 @@ class TupleEnv:
     """A Gymnasium environment with a tuple of spaces, observations and rewards, as a PettingZoo parallel environment.
 
     These environments report the end by one flag, at the time limit too: it is truncation unless `finished()`.
+    `picture` draws one, since the packages' own drawing needs a display.
     """
 
-    def __init__(self, env, before_reset: Callable, finished: Callable[[], bool], team_reward: bool = False):
-        self.env, self.before_reset, self.finished = env, before_reset, finished
+    def __init__(
+        self,
+        env,
+        before_reset: Callable,
+        finished: Callable[[], bool],
+        picture: Callable[[Any], np.ndarray] | None = None,
+        team_reward: bool = False,
+    ):
+        self.env, self.before_reset, self.finished, self.picture = env, before_reset, finished, picture
         self.metadata = {"team_reward": team_reward, "may_die": False}
         self.possible_agents = [f"agent_{a}" for a in range(len(env.action_space))]
         self.observation_spaces = dict(zip(self.possible_agents, env.observation_space))
@@ -111,7 +138,8 @@ class TupleEnv:
         return dict(zip(self.possible_agents, values))
 
     def render(self):
-        return self.env.render(mode=self.env.render_mode)
+        is_own = self.picture is None or self.env.render_mode == "human"  # a window of the package's
+        return self.env.render(mode=self.env.render_mode) if is_own else self.picture(self.env)
 
     def close(self) -> None:
         self.env.close()
@@ -119,7 +147,7 @@ class TupleEnv:
 
 def construct(name: str, options: dict):
     """The environment of a Gymnasium id, bare: gymnasium.make would keep the option max_episode_steps to itself."""
-    spec = gym.spec(name)
+    spec: Any = gym.spec(name)
     return gym.envs.registration.load_env_creator(spec.entry_point)(**spec.kwargs | options)
 
 

@@ -21,6 +21,11 @@ multiagent systems"); rows are agent 0's action, columns agent 1's:
     climbing              [[11, -30, 0], [-30, 7, 0], [0, 6, 5]]
     penalty-2p            [[10, 0, k], [0, 2, 0], [k, 0, 10]], option k at most 0, here -100
 
+Two agents with three actions each, which no sum and no monotonic function of the agents' values describes (QTRAN, Son
+et al. 2019, https://arxiv.org/abs/1905.05408, section 5.1):
+
+    qtran                 [[8, -12, -12], [-12, 0, 0], [-12, 0, 0]]
+
     observation     one number, always 1: there is nothing to see. The state is the observations, A times 1
     action          one of K, all legal
     reward          every agent earns the reward of the team, so the sum over agents is A times as much
@@ -28,9 +33,11 @@ multiagent systems"); rows are agent 0's action, columns agent 1's:
     seeds           change nothing: nothing is random
 """
 
-import numpy as np
+from collections.abc import Callable
 
 from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_actions, unknown_name
+
+import numpy as np
 
 
 def alike(same, three, other: float = -40) -> np.ndarray:
@@ -51,7 +58,7 @@ def one_optimum() -> np.ndarray:
 
 
 NUMBERS = np.arange(1, 10)
-TABLES = {  # name -> its table, from the options
+TABLES: dict[str, Callable[..., np.ndarray]] = {  # name -> its table, from the options
     "penalty": lambda: alike([50] * 9, [-50] * 9),
     "penalty-free": lambda: alike([50] * 9, [-40] * 9),
     "penalty-100": lambda: alike([100] * 9, [-50] * 9),
@@ -61,6 +68,7 @@ TABLES = {  # name -> its table, from the options
     "climbing-4p-rising": lambda: alike(10 * NUMBERS, -10 * NUMBERS),
     "climbing": lambda: np.array([[11, -30, 0], [-30, 7, 0], [0, 6, 5]], np.float32),
     "penalty-2p": lambda k=-100: np.array([[10, 0, k], [0, 2, 0], [k, 0, 10]], np.float32),
+    "qtran": lambda: np.array([[8, -12, -12], [-12, 0, 0], [-12, 0, 0]], np.float32),
 }
 
 
@@ -93,6 +101,7 @@ class MatrixVectorEnv(MultiAgentVectorEnv):
 
     def __init__(self, name: str, num_envs: int, table: np.ndarray, max_cycles: int = 1):
         self.env_id, self.table, self.max_cycles = f"matrix/{name}", table, max_cycles
+        self.time_limit = max_cycles
         A = table.ndim
         self._set_spaces(num_envs, [f"agent_{a}" for a in range(A)], [1] * A, table.shape, A)
         self.statistics: EpisodeStatistics | None = None
@@ -120,6 +129,17 @@ class MatrixVectorEnv(MultiAgentVectorEnv):
             info["_final_obs"] = done.copy()
             self.statistics.end(done, info)
         return self.obs.copy(), reward, done, np.zeros(self.num_envs, bool), info
+
+    def snapshot(self) -> dict:
+        """How long each game has been played, and its returns; not before `reset`."""
+        assert self.statistics is not None
+        return self.statistics.snapshot()
+
+    def restore(self, snapshot: dict) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Go on from there; (obs, info) as they always are."""
+        self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
+        self.statistics.restore(snapshot)
+        return self.obs.copy(), self._info()
 
     def _info(self) -> dict[str, np.ndarray]:
         return {"state": self.state.copy(), "action_mask": self.action_mask, "agent_mask": self.agent_mask}

@@ -51,17 +51,20 @@ For experiments, write into the views `pos` (N, E, 2), `vel` (N, A, 2) and `goal
 et al. 2017 (https://arxiv.org/abs/1706.02275) and https://mpe2.farama.org, which describes every scenario.
 """
 
+import copy
+import functools
 import inspect
 from dataclasses import dataclass
+
+from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_memory, draw, env_seeds, unknown_name
 
 import gymnasium as gym
 import numpy as np
 
-from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, env_seeds, unknown_name
-
 DT = 0.1  # seconds per step
 DAMPING = 0.25  # share of the velocity lost per step
 CONTACT_FORCE, CONTACT_MARGIN = 100.0, 0.001  # stiffness of a contact, width of its soft edge
+BLOCK_BYTES = 2**19  # of a block's observations: larger arrays leave the cache
 MOVES = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]], np.float64)  # stay, left, right, down, up
 
 GRAY, RED, GREEN, BLUE = (0.25, 0.25, 0.25), (0.85, 0.35, 0.35), (0.35, 0.85, 0.35), (0.35, 0.35, 0.85)
@@ -125,7 +128,8 @@ class ParticleEnv(MultiAgentVectorEnv):
         check_count(self.name, "max_cycles", max_cycles, 1)
         if render_mode not in (None, "rgb_array"):
             raise EnvError(f"mpe/{self.name}: render_mode must be None or 'rgb_array', not {render_mode!r}")
-        self.max_cycles, self.render_mode, self.bodies = max_cycles, render_mode, agents + landmarks
+        self.max_cycles = self.time_limit = max_cycles
+        self.render_mode, self.bodies = render_mode, agents + landmarks
         self.num_agents = A = len(agents)
         self.landmark_ids = range(A, len(self.bodies))
         E = len(self.bodies)
@@ -133,8 +137,8 @@ class ParticleEnv(MultiAgentVectorEnv):
         self.speakers = [i for i, agent in enumerate(agents) if agent.speaks]
         self.goal_codes = np.zeros((len(landmarks), 0)) if goal_codes is None else np.asarray(goal_codes)
 
-        # the features (F, N), and views of them by name; the last row stays zero
-        shapes = {
+        # the features (F, N); the last row stays zero
+        self.shapes = shapes = {
             "xy": (E, 2),
             "goal_xy": (self.num_goals, 2),
             "vxy": (A, 2),
@@ -144,18 +148,15 @@ class ParticleEnv(MultiAgentVectorEnv):
         }
         start = np.cumsum([0] + [int(np.prod(shape)) for shape in shapes.values()])
         self.first_row, self.zero = dict(zip(shapes, start.tolist(), strict=False)), int(start[-1])
-        self.features = np.zeros((self.zero + 1, num_envs))
-        parts = np.split(self.features, start[1:])
-        views = (part.reshape(*shape, num_envs) for part, shape in zip(parts, shapes.values(), strict=False))
-        self.xy, self.goal_xy, self.vxy, self.said, self.seen_goal, self.extra = views
-        self.pos, self.vel = self.xy.transpose(2, 0, 1), self.vxy.transpose(2, 0, 1)
-        self.goals = np.zeros((num_envs, self.num_goals), np.int64)
+        self._look_at(np.zeros((self.zero + 1, num_envs)), np.zeros((num_envs, self.num_goals), np.int64))
 
         self.rngs = [np.random.default_rng() for _ in range(num_envs)]
         self.stats: EpisodeStatistics | None = None  # None until the first reset
 
         # physics: who can touch whom, and on whom (+1, -1) the force of each pair acts; landmarks stay
         solid = [i for i, body in enumerate(self.bodies) if body.collide]
+        num_pairs = sum(i < A for i in solid) * len(solid) / 2  # about, or half of them
+        check_memory(f"mpe/{self.name}: the contacts of {A:,} agents", 8 * num_pairs * (A + 6 * num_envs))
         self.contacts = self.pairs((i, j) for i in solid for j in solid if i < j and i < A)
         first, second = self.contacts.pairs.T
         who = np.arange(A)[:, None]
@@ -174,6 +175,28 @@ class ParticleEnv(MultiAgentVectorEnv):
         self.action_mask = np.repeat(self.real_actions[None], num_envs, axis=0)
         self.agent_mask = np.ones((num_envs, A), bool)
         self.action_limit = self.action_sizes.astype(np.uint64)
+
+    def _look_at(self, features: np.ndarray, goals: np.ndarray) -> None:
+        """Be the environments of features (F, N) and goals (N, G), of which there are views by name."""
+        self.features, self.goals, N = features, goals, features.shape[1]
+        parts = np.split(features, [*self.first_row.values(), self.zero][1:])
+        views = (part.reshape(*shape, N) for part, shape in zip(parts, self.shapes.values(), strict=False))
+        self.xy, self.goal_xy, self.vxy, self.said, self.seen_goal, self.extra = views
+        self.pos, self.vel = self.xy.transpose(2, 0, 1), self.vxy.transpose(2, 0, 1)
+
+    @functools.cached_property
+    def blocks(self) -> list[tuple[slice, "ParticleEnv"]]:
+        """Which environments, and a copy that is only these and shares their memory: its arrays fit into the cache."""
+        size = max(1, BLOCK_BYTES // (self.features.itemsize * self.plus.size))
+        if size >= self.num_envs:
+            return [(slice(None), self)]
+        blocks = []
+        for start in range(0, self.num_envs, size):
+            envs, block = slice(start, start + size), copy.copy(self)
+            block._look_at(self.features[:, envs], self.goals[envs])
+            block.num_envs = len(block.goals)
+            blocks.append((envs, block))
+        return blocks
 
     def _tabulate_actions(self, num_words: int, continuous: bool) -> np.ndarray:
         """What each action pushes and says. Discrete ones are word * 5 + move, or the word for those who stay."""
@@ -278,10 +301,12 @@ class ParticleEnv(MultiAgentVectorEnv):
         """
         if self.stats is None:
             raise EnvError(f"mpe/{self.name}: call reset() before step()")
-        force = self._act(np.asarray(action))
-        self._move(force)
-        self._follow()
-        reward = self.reward().T.astype(np.float32, order="C")
+        action = self._check(np.asarray(action))
+        reward = np.empty((self.num_envs, self.num_agents), np.float32)
+        for envs, block in self.blocks:
+            block._move(block._act(action[envs]))
+            block._follow()
+            reward[envs] = block.reward().T
         self.stats.add(reward)
         obs, state = self._observe()
         termination, truncation = np.zeros(self.num_envs, bool), self.stats.lengths >= self.max_cycles
@@ -300,6 +325,21 @@ class ParticleEnv(MultiAgentVectorEnv):
         obs, state = self._observe()
         return obs, reward, termination, truncation, self._info(state) | end
 
+    def snapshot(self) -> dict:
+        """Positions, velocities, words and goals, the random numbers to come, the episodes' returns and lengths."""
+        rngs = [rng.bit_generator.state for rng in self.rngs]
+        return {"features": self.features, "goals": self.goals, "rngs": rngs, "episodes": self.stats.snapshot()}
+
+    def restore(self, snapshot: dict) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Go on from there; (obs, info) as they were."""
+        self.features[:], self.goals[:] = snapshot["features"], snapshot["goals"]
+        for rng, state in zip(self.rngs, snapshot["rngs"], strict=True):
+            rng.bit_generator.state = state
+        self.stats = EpisodeStatistics(self.num_envs, self.num_agents)
+        self.stats.restore(snapshot["episodes"])
+        obs, state = self._observe()
+        return obs, self._info(state)
+
     def _info(self, state: np.ndarray) -> dict[str, np.ndarray]:
         return {"state": state, "action_mask": self.action_mask, "agent_mask": self.agent_mask}
 
@@ -312,7 +352,8 @@ class ParticleEnv(MultiAgentVectorEnv):
         place[:, E - self.drawn_twice : E] = place[:, E:]
         self.features[:, envs] = 0
         self.pos[envs] = -self.spread + 2 * self.spread * place[:, :E]
-        self._follow()
+        for _, block in self.blocks:
+            block._follow()
 
     def _follow(self) -> None:
         """Bring the features that follow from positions and goals up to date."""
@@ -324,30 +365,37 @@ class ParticleEnv(MultiAgentVectorEnv):
 
     def _observe(self) -> tuple[np.ndarray, np.ndarray]:
         """Observations (N, A, D) and the state (N, S), which is the same without the padding; float32."""
-        obs = self.features.take(self.plus, axis=0)
-        obs -= self.features.take(self.minus, axis=0)
-        self.hide(obs)
-        obs = obs.T.astype(np.float32, order="C")
+        obs = np.empty((self.num_envs, self.plus.size), np.float32)
+        for envs, block in self.blocks:
+            seen = block.features.take(self.plus, axis=0)
+            seen -= block.features.take(self.minus, axis=0)
+            block.hide(seen)
+            obs[envs] = seen.T
         state = obs.copy() if self.state_columns is None else obs.take(self.state_columns, axis=1)
         return obs.reshape(self.num_envs, self.num_agents, -1), state
 
     # Actions and physics
 
-    def _act(self, action: np.ndarray) -> np.ndarray:
-        """Check the actions, let the speakers speak, and return the agents' pushes (A, 2, N)."""
+    def _check(self, action: np.ndarray) -> np.ndarray:
+        """The actions, integers as int64; EnvError if one is wrong."""
         if not self.continuous:
             if action.dtype.kind not in "iu" or action.shape != self.agent_mask.shape:
                 self._reject(action)
             action = action.astype(np.int64, copy=False)
             if not (action.view(np.uint64) < self.action_limit).all():  # read without its sign, -1 is huge
                 self._reject(action)
+        elif action.dtype.kind != "f" or action.shape != self.action_mask.shape or self._outside(action).any():
+            self._reject(action)
+        return action
+
+    def _act(self, action: np.ndarray) -> np.ndarray:
+        """Let the speakers speak, and return the agents' pushes (A, 2, N)."""
+        if not self.continuous:
             number = action.T[:, None]  # (A, 1, N)
             if self.speakers:
                 self.word.take(number[self.speakers] + self.word_start, out=self.said)
             return self.push.take(number + self.push_start)
 
-        if action.dtype.kind != "f" or action.shape != self.action_mask.shape or self._outside(action).any():
-            self._reject(action)
         action = np.where(self.real_actions, action, 0).transpose(1, 2, 0)  # (A, K, N)
         for k, (i, start) in enumerate(zip(self.speakers, self.first_word, strict=True)):
             self.said[k] = action[i, start : start + self.said.shape[1]]
@@ -395,32 +443,33 @@ class ParticleEnv(MultiAgentVectorEnv):
         raise EnvError(f"mpe/{self.name}: {who}: action {got} is not {need}")
 
     def render(self, size: int = 350) -> np.ndarray:
-        """Environment 0 as a picture (size, size, 3) uint8: landmarks, agents, rings around goals, boxes for words."""
+        """Environment 0 as a picture (size, size, 3) uint8: landmarks, agents, rings around goals, boxes for words.
+
+        An agent has its number on it, and its name at the bottom, in its colour: agents alike have shades of one.
+        """
         if self.render_mode is None:
             raise EnvError(f"mpe/{self.name}: to render, make it with render_mode='rgb_array'")
         half_width = max(1.2, np.abs(self.pos[0]).max() + 0.1)  # of the plane that is shown
-        axis = ((np.arange(size) + 0.5) / size * 2 - 1) * half_width
-        pixel = 2 * half_width / size
-        frame = np.full((size, size, 3), 0.97)
-
-        def disc(center, radius, color, inside=-1.0):
-            away = np.hypot(axis - center[0], -axis[:, None] - center[1])  # y points up
-            cover = np.clip((radius - away) / pixel + 0.5, 0, 1) * np.clip((away - inside) / pixel + 0.5, 0, 1)
-            frame[:] += cover[..., None] * (np.array(color) - frame)
-
-        A = self.num_agents
+        pixels = size / (2 * half_width)  # of one unit
+        column, row = ((self.pos[0] * [1, -1] + half_width) * pixels).T  # y points up
+        frame, A = draw.canvas(size, size), self.num_agents
+        colors = draw.shades([body.color for body in self.bodies[:A]])
+        colors += [0.5 + 0.5 * np.array(body.color) for body in self.bodies[A:]]
         for i in [*self.landmark_ids, *range(A)]:  # agents on top
-            body, center = self.bodies[i], self.pos[0, i]
-            soft = np.array(body.color) if i < A else 0.5 + 0.5 * np.array(body.color)
-            disc(center, body.size, 0.5 * soft)
-            disc(center, body.size - 1.5 * pixel, soft)
+            radius = self.bodies[i].size * pixels
+            draw.disc(frame, row[i], column[i], radius, 0.5 * np.array(colors[i]))
+            draw.disc(frame, row[i], column[i], radius - 1.5, colors[i])
+        for i, name in enumerate(self.agents):
+            draw.text(frame, row[i], column[i], str(i), (1, 1, 1), size=18)
+            if A <= 8:
+                draw.text(frame, size - 8 - 14 * (i // 4), (i % 4 + 0.5) * size / 4, f"{i} {name}", colors[i], size=14)
         for goal in self.goals[0]:
-            radius = self.bodies[A + goal].size + 6 * pixel
-            disc(self.pos[0, A + goal], radius, (0.1, 0.1, 0.1), radius - 1.5 * pixel)
+            radius = self.bodies[A + goal].size * pixels + 6
+            draw.disc(frame, row[A + goal], column[A + goal], radius, (0.1, 0.1, 0.1), radius - 1.5)
         for k, words in enumerate(self.said[..., 0]):
             for w, said in enumerate(words):
                 frame[6 + 14 * k : 16 + 14 * k, 6 + 14 * w : 16 + 14 * w] = 0.85 - 0.75 * said
-        return (frame * 255).round().astype(np.uint8)
+        return draw.finished(frame)
 
 
 class Simple(ParticleEnv):
@@ -644,7 +693,6 @@ class WorldComm(ParticleEnv):
         landmarks = [Body(f"landmark_{i}", 0.2, collide=True, spread=0.9) for i in range(num_obstacles)]
         landmarks += [Body(f"food_{i}", 0.03, (0.15, 0.15, 0.65), spread=0.9) for i in range(num_food)]
         landmarks += [Body(f"forest_{i}", 0.3, (0.6, 0.9, 0.6), spread=0.9) for i in range(num_forests)]
-        self.sheltered = np.zeros((A, num_forests, num_envs), bool)  # agent is in forest
         super().__init__(num_envs, agents, landmarks, num_words=4, num_extra=A * num_forests, **common)
 
         self.chases = self.pairs((i, j) for i in self.good for j in range(num_adversaries))
@@ -665,7 +713,7 @@ class WorldComm(ParticleEnv):
 
     def add_features(self):
         inside = self.distance(self.to_forest) < self.to_forest.touching
-        self.sheltered = inside.reshape(self.sheltered.shape)
+        self.sheltered = inside.reshape(self.num_agents, self.num_forests, self.num_envs)  # agent is in forest
         self.extra[:] = 2.0 * inside - 1
 
     def hide(self, obs):
@@ -713,6 +761,8 @@ SCENARIOS = {
 def check_count(name: str, option: str, value, least: int) -> None:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise EnvError(f"mpe/{name}: {option} must be an integer of at least {least}, not {value!r}")
+    if option not in ("max_cycles", "num_envs"):
+        check_memory(f"mpe/{name}: {option}={value}", 1000.0 * value)  # a Python object each
 
 
 def check_ratio(name: str, local_ratio) -> float:

@@ -27,10 +27,11 @@ Sources: https://envpool.readthedocs.io, https://github.com/sotetsuk/pgx
 """
 
 import functools
-
-import numpy as np
+from typing import Any
 
 from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_actions, env_seeds, unknown_name
+
+import numpy as np
 
 GAMES = ["ConnectFour-v1", "TicTacToe-v1", "Othello-v1", "Hex-v1", "Backgammon-v1", "KuhnPoker-v1", "LeducHoldem-v1"]
 GAMES += ["Go9x9-v1", "Go13x13-v1", "Go19x19-v1", "GardnerChess-v1", "Chess-v1", "AnimalShogi-v1", "Shogi-v1"]
@@ -64,7 +65,8 @@ class PgxVectorEnv(MultiAgentVectorEnv):
             import envpool  # takes a second, and is missing on some platforms
         except ImportError as error:
             raise EnvError(f"pgx/{name} needs a package that is missing ({error}): pip install envpool") from error
-        self.env_id, self.render_mode, self.pools = f"pgx/{name}", render_mode, []
+        self.env_id, self.render_mode = f"pgx/{name}", render_mode
+        self.pools: list[Any] = []
         options = {"num_envs": 1, "num_threads": 1, "render_mode": render_mode}
         self.new_pool = functools.partial(envpool.make, name, "gymnasium", **options)
         spec = envpool.make_spec(name)
@@ -91,7 +93,8 @@ class PgxVectorEnv(MultiAgentVectorEnv):
         action = check_actions(self.env_id, self.agents, action, self.mask)
         moves = action[np.arange(self.num_envs), self.player]
         reward, done = np.zeros((self.num_envs, 2), np.float32), np.zeros(self.num_envs, bool)
-        final = {"final_obs": np.zeros_like(self.obs), "final_action_mask": np.zeros_like(self.mask)}
+        final: dict[str, np.ndarray] = {"final_obs": np.zeros_like(self.obs)}
+        final["final_action_mask"] = np.zeros_like(self.mask)
         for n, pool in enumerate(self.pools):
             views, reward[n], done[n : n + 1], _, info = pool.step(moves[n : n + 1])
             self._see(n, views, info)
@@ -108,7 +111,7 @@ class PgxVectorEnv(MultiAgentVectorEnv):
             self.statistics.end(done, info)
         return self.obs.copy(), reward, done, np.zeros(self.num_envs, bool), info
 
-    def render(self) -> np.ndarray:
+    def render(self) -> Any:
         """Frame (height, width, 3) uint8 of environment 0, with render_mode="rgb_array"."""
         if self.render_mode is None or not self.pools:
             raise EnvError(f"{self.env_id}: to render, make it with render_mode='rgb_array' and reset it")

@@ -3,12 +3,14 @@
 import difflib
 import functools
 import os
+import warnings
+from typing import Any
+
+from cleanmarl.envs import EnvError, EpisodeStatistics, check_memory, env_seeds
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
-
-from cleanmarl.envs import EnvError, EpisodeStatistics, env_seeds
 
 
 def envpool_spec(env_id: str, **options):
@@ -16,6 +18,7 @@ def envpool_spec(env_id: str, **options):
 
     Raises EnvError with one line for an unknown id (naming near ones), an unknown option, or missing libraries.
     """
+    warnings.filterwarnings("ignore", ".*precision lowered by casting")  # bounds in float64: each space says so twice
     try:
         import envpool  # takes a second, and is missing on some platforms
 
@@ -46,12 +49,16 @@ class EnvPool(gym.vector.VectorEnv):
         spec = envpool_spec(env_id, **options)
         import envpool
 
-        self.num_envs, self.render_mode, self.pool = num_envs, render_mode, None
+        self.num_envs, self.render_mode = num_envs, render_mode
+        self.pool: Any = None  # of a class of this id's own
         self.single_observation_space = spec.gymnasium_observation_space
         self.single_action_space = spec.gymnasium_action_space
+        space = self.single_observation_space  # a dictionary has no type of its own
+        size = gym.spaces.flatdim(space) * (space.dtype.itemsize if space.dtype is not None else 4)
+        check_memory(f"{env_id}: what {num_envs:,} environments show", 3.0 * num_envs * size)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        options |= {"num_envs": num_envs, "num_threads": min(num_envs, os.cpu_count()), "render_mode": render_mode}
+        options |= {"num_envs": num_envs, "num_threads": min(num_envs, os.cpu_count() or 1), "render_mode": render_mode}
         self.new_pool = functools.partial(envpool.make, env_id, "gymnasium", **options)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
@@ -80,7 +87,7 @@ class EnvPool(gym.vector.VectorEnv):
                 info["episode"]["r"] = info["episode"]["r"][:, 0]
         return obs, reward, termination, truncation, info
 
-    def render(self) -> np.ndarray:
+    def render(self) -> Any:
         """Frame (height, width, 3) uint8 of environment 0, with render_mode="rgb_array"; "human" shows it."""
         frames = self.pool.render()
         return None if frames is None else frames[0]

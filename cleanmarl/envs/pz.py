@@ -4,7 +4,7 @@
 `pz/my_package/my_env` that of a module of yours, and `pz/my_module:MyEnv` what your `MyEnv(**options)` returns; modules
 are found in the folder you work in, too. A module that has only `env`, PettingZoo's agent-by-agent kind, goes through
 PettingZoo's own conversion if its metadata say "is_parallelizable"; agents that really take turns, as in chess, cannot
-act at once. What the interface of this package leaves open:
+act at once. In Python `make` takes the class or function itself, too. What the interface of this package leaves open:
 
     observation     flattened to float32; Discrete is one-hot; {observation, action_mask} is taken apart; where all
                     agents see pictures (H, W, C) uint8 of one shape, they stay such pictures
@@ -16,7 +16,9 @@ act at once. What the interface of this package leaves open:
     reward          the environment's own, for each agent; whether it is the team's and whether agents may die is what
                     the environment's metadata say, {"team_reward": True, "may_die": False}, or the options of that
                     name; nothing is known of it (False, True) but in the environments of RULES below
-    dead agent      done, or not in env.agents: observation and reward 0, only action 0 is legal, and is not passed on
+    dead agent      done, or not in env.agents: observation and reward 0, only action 0 is legal, and is not passed on;
+                    who is truncated alone, while others play on, is dead too, and nobody learns a value of its last
+                    observation: PettingZoo's time limits end all agents at once
     episode end     no agent is left: truncation if one that lived until then was truncated and not terminated;
                     battle_won where the environment has an attribute of that name
     seeds           reset(seed=s) gives env_seeds(s, N)[i] to environment i, each later episode the next number of a
@@ -28,23 +30,30 @@ import importlib.util
 import itertools
 import math
 import os
+import pickle
 import pkgutil
 import re
 import warnings
-
-import numpy as np
-from gymnasium import spaces
-from pettingzoo.utils.conversions import aec_to_parallel
+from collections.abc import Callable
 
 from cleanmarl.envs import (
     EnvError,
     EpisodeStatistics,
     MultiAgentVectorEnv,
+    called,
     env_seeds,
+    import_own,
+    own_name,
     search_working_folder,
     unknown_name,
 )
 from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
+from cleanmarl.machine import WORKER_BYTES, too_large
+
+import cloudpickle  # which gymnasium brings
+import numpy as np
+from gymnasium import spaces
+from pettingzoo.utils.conversions import aec_to_parallel
 
 PETTINGZOO = ("atari", "butterfly", "classic", "sisl")  # packages inside pettingzoo; others stand by themselves
 INSTALL = {
@@ -73,7 +82,7 @@ RULES = {  # options -> (team_reward, may_die), of environments that do not say 
 
 
 def make(
-    name: str,
+    name: str | Callable,
     num_envs: int = 1,
     num_workers: int | None = None,
     team_reward: bool | None = None,
@@ -86,12 +95,16 @@ def make(
     wrongly. Raises EnvError with one line for an unknown name, a missing package, options that the constructor does not
     take, actions that are neither Discrete nor Box, pictures of several shapes, and agents that take turns.
     """
+    env_id = f"pz/{name}" if isinstance(name, str) else called(name)
     num_workers = min(num_envs, os.cpu_count() or 1) if num_workers is None else num_workers
     if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0:
         raise EnvError(f"num_workers must be an integer, 0 (no worker processes) or more, not {num_workers!r}")
+    num_workers = min(num_workers, num_envs)
+    if message := too_large(f"{num_workers:,} worker processes", num_workers * WORKER_BYTES):
+        raise EnvError(f"{env_id}: {message}")
     for key, value in (("team_reward", team_reward), ("may_die", may_die)):
         if not isinstance(value, bool | None):
-            raise EnvError(f"pz/{name}: {key} must be True or False, not {value!r}")
+            raise EnvError(f"{env_id}: {key} must be True or False, not {value!r}")
     # with workers, the environment built here only shows its spaces, and needs no window
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
     try:
@@ -101,14 +114,26 @@ def make(
         raise
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        raise EnvError(f"pz/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
-    rules = RULES.get(name) or RULES.get(name.partition("/")[0])
+        raise EnvError(f"{env_id} cannot be built with {options}: {type(error).__name__}: {reason}") from error
+    rules = (RULES.get(name) or RULES.get(name.partition("/")[0])) if isinstance(name, str) else None
     known = dict(zip(("team_reward", "may_die"), rules(options))) if rules else {}
     known |= {key: env.metadata[key] for key in ("team_reward", "may_die") if key in getattr(env, "metadata", {})}
-    envs = PettingZooVectorEnv(name, env, layout, num_envs, min(num_workers, num_envs), options)
+    envs = PettingZooVectorEnv(env_id, name, env, layout, num_envs, num_workers, options)
     envs.team_reward = known.get("team_reward", False) if team_reward is None else team_reward
     envs.may_die = known.get("may_die", True) if may_die is None else may_die
+    envs.time_limit = time_limit(env)
     return envs
+
+
+def time_limit(env) -> int | None:
+    """The most steps of an episode, if the environment, or one that it wraps, tells it by one of the usual names."""
+    for _ in range(10):  # as deep as wrappers go
+        for name in ("max_cycles", "max_steps", "max_episode_steps", "_max_episode_steps"):
+            if isinstance(steps := getattr(env, name, None), int) and steps > 0:
+                return steps
+        inner = getattr(env, "unwrapped", env)
+        env = getattr(env, "env", None) if inner is env else inner
+    return None
 
 
 def known_names() -> list[str]:
@@ -121,18 +146,22 @@ def known_names() -> list[str]:
     return names
 
 
-def build(name: str, options: dict):
+def build(name: str | Callable, options: dict):
     """One PettingZoo ParallelEnv. Raises EnvError as `make` says, and whatever its constructor raises."""
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    if options.get("render_mode") != "human":
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # images are drawn without a display, too
+    if callable(name):
+        return name(**options)
     package = name.partition("/")[0]
     path, _, factory = f"{'pettingzoo.' * (package in PETTINGZOO)}{name.replace('/', '.')}".partition(":")
     if not re.fullmatch(r"\w[\w.]*/\w+|\w[\w.]*:\w+", name):
         raise unknown_name(f"pz/{name}", known_names())
+    if factory:
+        return own_name(f"pz/{name}", import_own(f"pz/{name}", path), factory)(**options)
     search_working_folder()
-    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     if name in BLIND and options.get("render_mode") is None:
         options = {**options, "render_mode": "rgb_array"}
-    if options.get("render_mode") != "human":
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # images are drawn without a display, too
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # PettingZoo's, for importing by module
@@ -143,10 +172,8 @@ def build(name: str, options: dict):
             raise unknown_name(f"pz/{name}", known_names()) from None
         hint = INSTALL.get(package, f"pip install {error.name}")
         raise EnvError(f"pz/{name} needs a package that is missing ({error}): {hint}") from error
-    if factory and not hasattr(module, factory):
-        raise EnvError(f"pz/{name}: the module {path} has no {factory}")
-    if factory or hasattr(module, "parallel_env"):
-        return getattr(module, factory or "parallel_env")(**options)
+    if hasattr(module, "parallel_env"):
+        return module.parallel_env(**options)
     if not hasattr(module, "env"):
         raise EnvError(f"pz/{name} is no environment of PettingZoo: the module has no parallel_env and no env")
     env = module.env(**options)
@@ -222,8 +249,9 @@ def pictures(*shape: int) -> spaces.Box:
     return spaces.Box(0, 255, shape, np.uint8)
 
 
-def open_block(memory: int, name: str, options: dict, num_envs: int, first: int, last: int) -> "Block":
-    """What a worker works on: environments first to last - 1 of N."""
+def open_block(memory: int, pickled: bytes, options: dict, num_envs: int, first: int, last: int) -> "Block":
+    """What a worker works on: environments first to last - 1 of N, of the name or the class that is pickled."""
+    name = pickle.loads(pickled)
     envs = [build(name, options) for _ in range(first, last)]
     layout = Layout(envs[0])
     return Block(name, envs, layout, share(layout.fields(num_envs), memory), first)
@@ -232,8 +260,23 @@ def open_block(memory: int, name: str, options: dict, num_envs: int, first: int,
 class Block:
     """Environments first, first + 1, ... of N, stepped one after another on their rows of the shared arrays."""
 
-    def __init__(self, name: str, envs: list, layout: Layout, arrays: dict[str, np.ndarray], first: int):
-        self.name, self.envs, self.layout, self.first = name, envs, layout, first
+    action: np.ndarray  # these are what Layout.fields says
+    obs: np.ndarray
+    final_obs: np.ndarray
+    state: np.ndarray
+    final_state: np.ndarray
+    action_mask: np.ndarray
+    final_action_mask: np.ndarray
+    agent_mask: np.ndarray
+    final_agent_mask: np.ndarray
+    reward: np.ndarray
+    termination: np.ndarray
+    truncation: np.ndarray
+    battle_won: np.ndarray
+
+    def __init__(self, name: str | Callable, envs: list, layout: Layout, arrays: dict[str, np.ndarray], first: int):
+        self.env_id = f"pz/{name}" if isinstance(name, str) else called(name)
+        self.envs, self.layout, self.first = envs, layout, first
         for key, array in arrays.items():
             setattr(self, key, array[first : first + len(envs)])
         self.ended = np.zeros_like(self.agent_mask)  # agents that are done while the episode goes on
@@ -243,14 +286,14 @@ class Block:
         for i in range(len(self.envs)):
             if seeds is not None:
                 self.rngs[i] = np.random.default_rng(seeds[self.first + i])
-            self.begin(i, seeds and seeds[self.first + i])
+            self.begin(i, None if seeds is None else seeds[self.first + i])
 
     def step(self) -> None:
         for i, env in enumerate(self.envs):
             try:
                 self.step_env(i, env)
             except Exception as error:
-                error.add_note(f"in environment {self.first + i} of pz/{self.name}")
+                error.add_note(f"in environment {self.first + i} of {self.env_id}")
                 raise
 
     def render(self):
@@ -269,7 +312,7 @@ class Block:
 
     def step_env(self, i: int, env) -> None:
         agents, alive = self.layout.agents, self.agent_mask[i].copy()
-        actions = {agents[a]: self.env_action(i, a) for a in np.flatnonzero(alive)}
+        actions = {agents[a]: self.env_action(i, a) for a in np.flatnonzero(alive).tolist()}
         obs, reward, termination, truncation, info = env.step(actions)
         self.reward[i] = [reward.get(agent, 0) * was for agent, was in zip(agents, alive)]
         terminated = np.array([bool(termination.get(agent)) for agent in agents])
@@ -331,12 +374,18 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
     `close()` may be called twice; garbage collection calls it, and workers end with this process, however it ends.
     """
 
-    def __init__(self, name: str, env, layout: Layout, num_envs: int, num_workers: int, options: dict):
-        self.env_id, self.render_mode = f"pz/{name}", options.get("render_mode")
-        self.block, self.statistics, self.workers, self.has_battles = None, None, [], layout.has_battles
+    def __init__(
+        self, env_id: str, name: str | Callable, env, layout: Layout, num_envs: int, num_workers: int, options: dict
+    ):
+        self.env_id, self.render_mode = env_id, options.get("render_mode")
+        self.block: Block | None = None
+        self.statistics: EpisodeStatistics | None = None
+        self.workers: list[Worker] = []
+        self.has_battles = layout.has_battles
         agents = tuple(map(str, layout.agents))
         sizes = layout.obs_sizes, layout.action_sizes, math.prod(layout.state_space.shape)
         self._set_spaces(num_envs, agents, *sizes, layout.bounds, layout.observation_space, layout.state_space)
+        self.bounds = layout.bounds
         if self.continuous:
             low, high = (bound.astype(np.float64) for bound in (layout.bounds.low, layout.bounds.high))
             slack = np.where(np.isfinite(high - low), 1e-6 * (high - low), 0)  # for roundings of other units
@@ -347,13 +396,17 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
             self.block = Block(name, envs, layout, self.arrays, 0)
             return
         env.close()
+        try:
+            pickled = cloudpickle.dumps(name)
+        except Exception as error:  # of any kind: it holds a file, a lock, ...
+            raise EnvError(f"{env_id} cannot be sent to workers ({error}); num_workers=0 does without") from error
         memory = new_memory()
         cuts = [num_envs * w // num_workers for w in range(num_workers + 1)]
         try:
             self.arrays = share(layout.fields(num_envs), memory)
             for w, (first, last) in enumerate(itertools.pairwise(cuts)):
-                label = f"pz/{name}: worker {w} (pid {{pid}}, environments {first} to {last - 1})"
-                arguments = name, options, num_envs, first, last
+                label = f"{env_id}: worker {w} (pid {{pid}}, environments {first} to {last - 1})"
+                arguments = pickled, options, num_envs, first, last
                 self.workers.append(Worker(label, "cleanmarl.envs.pz:open_block", memory, *arguments))
             for worker in self.workers:
                 worker.receive()
@@ -395,7 +448,8 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         stop(self.workers)
         if self.block is not None:
             self.block.close()
-        self.arrays = self.block = self.statistics = None  # the shared memory goes with the last view of it
+        self.arrays = {}  # the shared memory goes with the last view of it
+        self.block = self.statistics = None
 
     def _info(self) -> dict[str, np.ndarray]:
         return {key: self.arrays[key].copy() for key in ("state", "action_mask", "agent_mask")}
@@ -431,7 +485,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
             n, a = np.argwhere(wrong)[0]
             if self.continuous:
                 k = outside[n, a].argmax()
-                space = self.single_action_space
+                space = self.bounds
                 why = f"not finite or out of bounds: number {k} must be from {space.low[a, k]} to {space.high[a, k]}"
             else:
                 why = f"illegal, legal are {np.flatnonzero(legal[n, a]).tolist()}"

@@ -19,10 +19,11 @@ the rewards of all agents: compare its returns with the sum over agents.
 
 import importlib
 
-import gymnasium as gym
-
-from cleanmarl.envs import pz, unknown_name
+from cleanmarl.envs import draw, pz, unknown_name
 from cleanmarl.envs.lbf import TupleEnv, construct, make_in_workers, need
+
+import gymnasium as gym
+import numpy as np
 
 REPORTED = ("rware-tiny-2ag-v2", "rware-tiny-4ag-v2", "rware-small-4ag-v2")  # in the paper above; there as v1
 
@@ -47,4 +48,27 @@ def parallel_env(task: str, **options) -> TupleEnv:
         raise unknown_name(f"rware/{task}", known_names())
     env = construct(task, options)
     team_reward = env.reward_type == importlib.import_module("rware").RewardType.GLOBAL
-    return TupleEnv(env, before_reset=lambda env: None, finished=lambda: False, team_reward=team_reward)
+    return TupleEnv(
+        env, before_reset=lambda env: None, finished=lambda: False, picture=picture, team_reward=team_reward
+    )
+
+
+def picture(env, cell: int = 24) -> np.ndarray:
+    """The warehouse (H, W, 3) uint8: goals dark, shelves blue (requested ones red), robots discs that point ahead."""
+    rows, columns = env.grid_size
+    frame = draw.canvas(rows * cell, columns * cell)
+    for row, column in np.ndindex(rows, columns):
+        draw.rectangle(frame, row * cell, column * cell, 1, cell, 0.85)
+        draw.rectangle(frame, row * cell, column * cell, cell, 1, 0.85)
+    for x, y in env.goals:
+        draw.rectangle(frame, y * cell, x * cell, cell, cell, 0.35)
+    for shelf in env.shelfs:
+        color = (0.85, 0.35, 0.3) if shelf in env.request_queue else (0.45, 0.5, 0.8)
+        draw.rectangle(frame, (shelf.y + 0.1) * cell, (shelf.x + 0.1) * cell, 0.8 * cell, 0.8 * cell, color)
+    for robot, color in zip(env.agents, draw.hues(len(env.agents))):
+        row, column = (robot.y + 0.5) * cell, (robot.x + 0.5) * cell
+        draw.disc(frame, row, column, 0.36 * cell, (0, 0, 0) if robot.carrying_shelf else color)
+        draw.disc(frame, row, column, 0.26 * cell, color)
+        down, right = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}[robot.dir.name]
+        draw.disc(frame, row + 0.3 * cell * down, column + 0.3 * cell * right, 0.12 * cell, (1, 1, 1))
+    return draw.finished(frame)

@@ -39,11 +39,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-import gymnasium as gym
-import numpy as np
-
 from cleanmarl.envs import EnvError, pz, unknown_name
 from cleanmarl.envs.lbf import construct, make_in_workers
+
+import gymnasium as gym
+import numpy as np
 
 INSTALLING = (
     "python bootstrap.py smaclite && pip install --no-deps "

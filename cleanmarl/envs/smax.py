@@ -19,7 +19,8 @@ are those of SMAC, the game is not: compare its numbers with SMAX's only, never 
 `options` are those of JaxMARL's SMAX and HeuristicEnemySMAX: max_steps, see_enemy_actions, walls_cause_death,
 enemy_shoots, attack_mode ("closest" or "random"), observation_type ("unit_list" or "conic"), ...; and render_mode
 "rgb_array". The first reset and step of a batch size compile, which takes some seconds to a minute; a second batch of
-that size does not compile again.
+that size does not compile again, nor does a later process: it is kept in ~/.cache/cleanmarl, or where XDG_CACHE_HOME or
+JAX_COMPILATION_CACHE_DIR say.
 
 The group `smax` installs it: `python3 bootstrap.py smax`.
 
@@ -29,17 +30,31 @@ Source: Rutherford et al. 2023, "JaxMARL: Multi-Agent RL Environments and Algori
 
 import contextlib
 import functools
+import hashlib
 import io
 import os
+import platform
+import re
 import sys
-
-import numpy as np
+from pathlib import Path
 
 from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_actions, env_seeds, unknown_name
+
+import numpy as np
 
 INSTALLING = "python bootstrap.py smax, or pip install jaxmarl==0.2.0 gymnax==0.0.9"
 REPORTED = ("3m", "2s3z", "3s5z", "5m_vs_6m", "8m")
 STOP = 4  # the only action of a dead unit in SMAX
+
+
+def cache_folder() -> Path:
+    """Where JAX keeps what it has compiled. It is machine code: each kind of CPU that shares the home has its own."""
+    cpuinfo = Path("/proc/cpuinfo")  # Linux only
+    features = re.search(r"^(flags|Features)\b.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    kind = hashlib.sha256(f"{platform.machine()} {features and features[0]}".encode()).hexdigest()[:8]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (no home is no error)
+    return Path(cache, "cleanmarl", f"jax-{kind}")
+
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # its arrays are small, and a GPU is for the networks
 try:
@@ -49,6 +64,9 @@ try:
         import jax.numpy as jnp
         from jaxmarl.environments.smax import HeuristicEnemySMAX
         from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     MISSING = None
 except ImportError as error:
     MISSING = error
@@ -137,6 +155,7 @@ class SmaxVectorEnv(MultiAgentVectorEnv):
     def __init__(self, name: str, num_envs: int, game: Game, render_mode: str | None):
         self.env_id, self.game, self.render_mode, self.batch = f"smax/{name}", game, render_mode, None
         env, A = game.env, game.env.num_agents
+        self.time_limit = env.max_steps + 1
         self._set_spaces(num_envs, env.agents, [env.obs_size] * A, [env.num_ally_actions] * A, env.state_size)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
