@@ -1,0 +1,432 @@
+"""FACMAC as in facmac.py, but for continuous actions: a policy gives the action itself, and acts with noise.
+
+A utility values what each agent observes and does, Q_i(o_i, a_i). A mixing network, whose weights are functions of the
+global state and may have any sign, makes them the value of the joint action, Q_tot(s, a). The actor climbs the gradient
+of Q_tot at the actions that all agents would take now. With a team's reward there is one Q_tot, else each agent has its
+own, and climbs that by its own action. Policies act in a unit of their own, in which every action reaches from -1 to 1;
+environments get it in theirs.
+
+Whole episodes are kept in a replay buffer, and target networks follow slowly.
+
+Papers: Peng et al. 2021 (arXiv:2003.06709); Lillicrap et al. 2016 (arXiv:1509.02971), for the noise.
+"""
+
+import copy
+import dataclasses
+import math
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import AgentIds, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.memory import check_replay
+from cleanmarl.run import EVAL_SEED, Run
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from annotated_types import Ge, Interval
+
+
+@dataclass
+class Args(RunArgs):
+    eval_episodes: int = 100
+    save_buffer: bool = True
+    """keep the replay buffer in checkpoints; without it a resumed run fills a new one first"""
+    log_every: PositiveInt = 10
+    """episodes between two points of the curves"""
+    eval_steps: PositiveInt = 50
+    """episodes between two evaluations, without noise in separate environments"""
+    num_eval_ep: PositiveInt = 5
+    """episodes of each of these evaluations"""
+    env_id: str = "mpe/simple_spread_v3?continuous_actions=True"
+    """family/name of a multi-agent environment with continuous actions"""
+    total_timesteps: PositiveInt = 1_000_000
+    """environment steps of the whole run, all environments together, however many agents act in each"""
+
+    agent_ids: bool = True
+    """add a one-hot id to the observation: without it the agents' common actor cannot tell them apart"""
+    num_envs: PositiveInt = 4
+    """N, environments stepped side by side"""
+    individual_critics: bool | None = None
+    """a critic for each agent's own reward, or one for the mean reward; by default one if the reward is the team's"""
+    exploration_noise: Annotated[float, Ge(0)] = 0.1
+    """standard deviation of the noise on an action that reaches from -1 to 1"""
+    gamma: UnitFloat = 0.99
+    """discount factor"""
+    buffer_size: PositiveInt = 5000
+    """episodes in the replay buffer"""
+    batch_size: PositiveInt = 10
+    """episodes in a batch"""
+    normalize_reward: bool = False
+    """normalise rewards by the mean and the deviation of those in the replay buffer"""
+    actor_hidden_dim: PositiveInt = 32
+    """units of a hidden layer of the actor"""
+    actor_num_layers: NonNegativeInt = 1
+    """hidden layers of the actor after the first one"""
+    critic_hidden_dim: PositiveInt = 128
+    """units of a hidden layer of the utilities"""
+    critic_num_layers: NonNegativeInt = 1
+    """hidden layers of the utilities after the first one"""
+    mixing_dim: PositiveInt = 32
+    """units of the mixing network's hidden layer"""
+    hyper_dim: PositiveInt = 64
+    """units of the hidden layer of the hypernetworks, which make the mixing network's weights of the state"""
+    epochs: PositiveInt = 4
+    """gradient updates after each round of N episodes, each with a batch of its own"""
+    optimizer: Literal["Adam", "AdamW", "SGD"] = "Adam"
+    """optimizer of the actor and of the critics"""
+    learning_rate_actor: PositiveFloat = 3e-4
+    """learning rate of the actor"""
+    learning_rate_critic: PositiveFloat = 3e-4
+    """learning rate of the critics"""
+    target_network_update_freq: PositiveInt = 1
+    """updates between two steps of the target networks"""
+    polyak: Annotated[float, Interval(gt=0, le=1)] = 0.01
+    """how far a step takes the target networks towards the others"""
+    clip_gradients: float = 0.5
+    """largest norm of a network's gradient; 0 or less for any"""
+
+
+def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
+    """The environments of a run, with continuous actions."""
+    return make(args.env_id, num_envs, discrete=False, **options)
+
+
+class Agent(nn.Module):
+    """The policy of all agents: one network that sees an agent's observation and its one-hot id."""
+
+    def __init__(self, envs: MultiAgentVectorEnv, args: Args):
+        super().__init__()
+        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.actor_hidden_dim
+        obs_size = envs.single_observation_space.shape[-1] + (A if args.agent_ids else 0)
+        layers = [AgentIds(A) if args.agent_ids else nn.Identity(), nn.Linear(obs_size, hidden), nn.ReLU()]
+        for _ in range(args.actor_num_layers):
+            layers += [nn.Linear(hidden, hidden), nn.ReLU()]
+        self.actor = nn.Sequential(*layers, nn.Linear(hidden, K), nn.Tanh())
+        self.exploration_noise = args.exploration_noise
+        self.real_actions = envs.real_actions.astype(np.float32)  # actions that an agent does not have stay 0
+        self.register_buffer("real", torch.from_numpy(self.real_actions), persistent=False)
+        space = envs.single_action_space
+        is_bounded = np.isfinite(space.high - space.low)  # where it is not, both units are the same
+        low, high = np.where(is_bounded, space.low, -1), np.where(is_bounded, space.high, 1)
+        self.middle, self.half_range = (high + low) / 2, (high - low) / 2
+        self.low, self.high = space.low, space.high
+
+    def action(self, obs: torch.Tensor) -> torch.Tensor:
+        """Actions (B, T, A, K) in [-1, 1]; obs (B, T, A, D)."""
+        return self.actor(obs.flatten(0, 1)).unflatten(0, obs.shape[:2]) * self.real
+
+    def explore(self, action: np.ndarray) -> np.ndarray:
+        """Actions (N, A, K) with noise, from torch's generator, within [-1, 1]."""
+        noise = torch.randn(action.shape).numpy() * self.exploration_noise
+        return (action + noise).clip(-1, 1) * self.real_actions
+
+    def env_action(self, action: np.ndarray) -> np.ndarray:
+        """Actions (N, A, K) in the unit of the environment."""
+        action = (self.middle + self.half_range * action).astype(np.float32)
+        return action.clip(self.low, self.high) * self.real_actions  # roundings, and bounds on one side only
+
+
+class Mixer(nn.Module):
+    """M mixing networks: what a team's utilities are worth together, with weights that depend on the state."""
+
+    def __init__(self, M: int, num_agents: int, state_size: int, hidden: int, hyper: int):
+        super().__init__()
+        # detail facmac-2: a hypernetwork's weights may have any sign; QMIX takes their absolute values
+        self.weight1, self.weight2 = (
+            nn.Sequential(StackedLinear(M, state_size, hyper), nn.ReLU(), StackedLinear(M, hyper, size))
+            for size in (num_agents * hidden, hidden)
+        )
+        self.bias1 = StackedLinear(M, state_size, hidden)
+        self.bias2 = nn.Sequential(StackedLinear(M, state_size, hidden), nn.ReLU(), StackedLinear(M, hidden, 1))
+
+    def forward(self, utility: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Values (R, M) of utilities (R, M, A) in a state (R, S); if M is 1, values (R, A) of (R, A, A), too."""
+        state = state[:, None]
+        weight1 = self.weight1(state).unflatten(-1, (utility.shape[-1], -1))  # (R, M, A, H)
+        hidden = F.elu((utility[..., None] * weight1).sum(-2) + self.bias1(state))
+        return (hidden * self.weight2(state)).sum(-1) + self.bias2(state).squeeze(-1)
+
+
+class Critic(nn.Module):
+    """M factored critics: M = A, one for each agent's own reward, or M = 1 for that of the team."""
+
+    def __init__(self, envs: MultiAgentVectorEnv, args: Args):
+        super().__init__()
+        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.critic_hidden_dim
+        M = A if args.individual_critics else 1
+        self.ids = AgentIds(A) if args.agent_ids else nn.Identity()
+        size = envs.single_observation_space.shape[-1] + K + (A if args.agent_ids else 0)
+        layers = [StackedLinear(M, size, hidden), nn.ReLU()]
+        for _ in range(args.critic_num_layers):
+            layers += [StackedLinear(M, hidden, hidden), nn.ReLU()]
+        self.utility = nn.Sequential(*layers, StackedLinear(M, hidden, 1))
+        self.mixer = Mixer(M, A, envs.state_size, args.mixing_dim, args.hyper_dim)
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it
+
+    def utilities(self, obs: torch.Tensor, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        """Each critic's utility (B, T, M, A) of what each agent sees, obs (B, T, A, D), and does, action (B, T, A, K).
+
+        That of the dead is 0: alive (B, T, A).
+        """
+        x = self.ids(torch.cat([obs, action], dim=-1))  # detail facmac-1: what an agent itself sees and does
+        utility = self.utility(x.flatten(0, 2)[:, None])  # (B T A, M, 1)
+        return utility.view(*alive.shape, -1).transpose(2, 3) * alive[:, :, None]
+
+    def mix(self, utility: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Values (B, T, M) of utilities (B, T, M, A) in a state (B, T, S), see Mixer."""
+        return self.mixer(utility.flatten(0, 1), state.flatten(0, 1)).unflatten(0, state.shape[:2])
+
+    def forward(self, obs, state, action, alive) -> torch.Tensor:
+        """Values (B, T, M) of what all agents do, see `utilities` and `mix`."""
+        return self.mix(self.utilities(obs, action, alive), state)
+
+
+def make_policy(agent: Agent, greedy: bool = True):
+    """The agents as a function of (obs, info, done) for `evaluate`: without noise, or as they explore."""
+    actor = as_numpy(agent.actor)
+
+    def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
+        action = actor(obs)
+        return agent.env_action(action if greedy else agent.explore(action))
+
+    return policy
+
+
+class Batch(NamedTuple):
+    """B episodes, padded to the longest, of T steps, as the networks learn from them; without the B, one in NumPy.
+
+    What is observed has one more row: what came after the last step.
+    """
+
+    obs: torch.Tensor  # (B, T + 1, A, D)
+    state: torch.Tensor  # (B, T + 1, S)
+    action: torch.Tensor  # (B, T, A, K) in [-1, 1]
+    alive: torch.Tensor  # (B, T, A) 1.0 for living agents, 0.0 for the rest and for the padding
+    survive: torch.Tensor  # (B, T, A) the same after the step
+    reward: torch.Tensor  # (B, T, M) that each critic learns from
+    weight: torch.Tensor  # (B, T, M) 1.0 where it does
+    goes_on: torch.Tensor  # (B, T, M) 0.0 where there is no value after the step: a termination, or the agent's death
+
+
+class Buffer:
+    """The last `buffer_size` episodes, and those that are being played in the N environments."""
+
+    def __init__(self, envs: MultiAgentVectorEnv, args: Args):
+        self.individual_critics, self.normalize_reward = args.individual_critics, args.normalize_reward
+        self.episodes = deque(maxlen=args.buffer_size)  # detail maddpg-6: whole episodes, the oldest is forgotten
+        self.playing = [[] for _ in range(envs.num_envs)]  # the steps so far of each environment's episode
+        self.moments = 0.0  # count, sum and sum of squares (3, M) of all rewards that critics learn from
+
+    def add(self, obs, info, action, reward, termination, truncation, next_info) -> None:
+        """One step of every environment, action (N, A, K), and the info after it; see cleanmarl.envs."""
+        step = (obs, info["state"], info["agent_mask"], action, reward)
+        for i, playing in enumerate(self.playing):
+            playing.append([x[i].copy() for x in step])
+        for i in np.flatnonzero(termination | truncation):
+            # detail maddpg-7: agents live on after a truncation, as its final mask says, and none after a termination
+            survivors = next_info["final_agent_mask"][i] & ~termination[i]
+            last = next_info["final_obs"][i], next_info["final_state"][i]
+            self.playing[i].append([*last, survivors, action[i], reward[i]])
+            self.append(self.to_episode(*map(np.array, zip(*self.playing[i]))))
+            self.playing[i] = []
+
+    def to_episode(self, obs, state, agent_mask, action, reward) -> Batch:
+        """An episode of T steps; arrays (T + 1, ...), agent_mask (T + 1, A) bool, reward (T + 1, A)."""
+        alive, survive, action, reward = agent_mask[:-1], agent_mask[1:], action[:-1], reward[:-1]
+        weight, goes_on = alive, alive & survive
+        if not self.individual_critics:
+            reward, weight = mean_of_living(reward, alive), alive.any(-1, keepdims=True)
+            goes_on = weight & survive.any(-1, keepdims=True)
+        floats = action, alive, survive, reward, weight, goes_on
+        return Batch(obs, state, *(x.astype(np.float32) for x in floats))
+
+    def append(self, episode: Batch) -> None:
+        if len(self.episodes) == self.episodes.maxlen:
+            self.moments = self.moments - reward_moments(self.episodes[0])
+        self.episodes.append(episode)
+        self.moments = self.moments + reward_moments(episode)
+
+    def sample(self, batch_size: int, device: torch.device) -> Batch:
+        """Episodes drawn with replacement."""
+        index = torch.randint(len(self.episodes), (batch_size,)).tolist()
+        batch = Batch(*map(padded, zip(*(self.episodes[i] for i in index))))
+        if self.normalize_reward:
+            mean, std = self.reward_statistics()
+            batch = batch._replace(reward=((batch.reward - mean) / (std + 1e-6)).astype(np.float32))
+        return Batch(*(torch.from_numpy(x).to(device) for x in batch))
+
+    def reward_statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and deviation (M,) of the rewards in the buffer, as the critics see them."""
+        count, total, squares = self.moments
+        mean = total / count.clip(1)
+        return mean, np.sqrt((squares / count.clip(1) - mean**2).clip(0))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The episodes, one after the other. Those being played go with the environments: see `run.start`."""
+        lengths = np.array([len(episode.reward) for episode in self.episodes], np.int64)
+        state = {"moments": np.asarray(self.moments), "lengths": lengths}
+        state |= dict(zip(Batch._fields, map(np.concatenate, zip(*self.episodes))))
+        return {key: torch.from_numpy(x) for key, x in state.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        moments, lengths, *fields = (x.numpy() for x in state.values())
+        ends = [np.cumsum(lengths + (len(x) > lengths.sum())) for x in fields]  # with T rows each, or T + 1
+        for episode in zip(*(np.split(x, end[:-1]) for x, end in zip(fields, ends))):
+            self.append(Batch(*(x.copy() for x in episode)))  # a view would keep the memory of all
+        self.moments = moments  # to the last digit: added up in another order they would differ
+
+
+def padded(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+    """B arrays (T, ...) as one (B, T, ...), with zeros after the shorter ones."""
+    x = np.zeros((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+    for row, array in zip(x, arrays):
+        row[: len(array)] = array
+    return x
+
+
+def reward_moments(episode: Batch) -> np.ndarray:
+    """Count, sum and sum of squares (3, M) of the rewards that each critic learns from."""
+    reward = episode.reward.astype(np.float64)
+    return np.array([(episode.weight * reward**power).sum(0) for power in range(3)])
+
+
+def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """The mean (..., 1) of the rewards (..., A) of agents that are alive (..., A); 0 if none is."""
+    return (reward * alive).sum(-1, keepdims=True) / alive.sum(-1, keepdims=True).clip(1)
+
+
+def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run):
+    """Play on to the next multiple of N episodes, from `now`, the (obs, info) before it; returns that after it."""
+    actor, num_episodes = as_numpy(agent.actor), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
+    obs, info = now
+    while run.num_episodes < num_episodes:
+        action = agent.explore(actor(obs))
+        next_obs, reward, termination, truncation, next_info = envs.step(agent.env_action(action))
+        buffer.add(obs, info, action, reward, termination, truncation, next_info)
+        run.step += envs.num_envs
+        if "_episode" in next_info:
+            run.log_episodes(next_info, buffer.episodes)
+        obs, info = next_obs, next_info
+    return obs, info
+
+
+@torch.no_grad()
+def critic_targets(target_agent: Agent, target_critic: Critic, batch: Batch, gamma: float) -> torch.Tensor:
+    """What the critics learn (B, T, M): r + gamma Q'(s', a'), where a' are the target policy's actions."""
+    next_obs, next_state = batch.obs[:, 1:], batch.state[:, 1:]
+    next_action = target_agent.action(next_obs)
+    return batch.reward + gamma * batch.goes_on * target_critic(next_obs, next_state, next_action, batch.survive)
+
+
+def critic_loss(critic: Critic, batch: Batch, target: torch.Tensor) -> torch.Tensor:
+    """Each critic's mean squared error (M,) over the steps it learns from."""
+    error = critic(batch.obs[:, :-1], batch.state[:, :-1], batch.action, batch.alive) - target
+    # detail maddpg-6: padding weighs nothing
+    return (error.square() * batch.weight).sum((0, 1)) / batch.weight.sum((0, 1)).clamp(min=1)
+
+
+def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> torch.Tensor:
+    """Minus the mean value, for the living agents, of what all agents would do now."""
+    action = agent.action(batch.obs[:, :-1])
+    utility = critic.utilities(batch.obs[:, :-1], action, batch.alive)  # (B, T, M, A)
+    # detail facmac-3: all actions are of the present policies. Value i has the gradient of agent i's own action; where
+    # all values are one, the team's, the sum of their gradients is that of the joint action.
+    is_own = torch.eye(action.shape[2], dtype=torch.bool, device=action.device)
+    utility = torch.where(is_own, utility, utility.detach())  # (B, T, A, A)
+    q = critic.mix(utility, batch.state[:, :-1])  # (B, T, A)
+    return -(q * batch.alive).sum() / batch.alive.sum().clamp(min=1)
+
+
+def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> dict:
+    """One step of the network down the gradient of the loss; returns its children's norms before clipping."""
+    optimizer.zero_grad()
+    loss.backward(inputs=list(network.parameters()))  # the actor's loss goes through the critics and leaves them alone
+    norms = clip_grad_norms_(network, max_norm if max_norm > 0 else math.inf)
+    optimizer.step()
+    return norms
+
+
+def update(agent: Agent, critic: Critic, targets, optimizers, batch: Batch, args: Args) -> dict[str, torch.Tensor]:
+    """One step of the critics, then one of the actor; targets and optimizers are those of (actor, critics)."""
+    target = critic_targets(*targets, batch, args.gamma)
+    critic_losses = critic_loss(critic, batch, target)
+    # The critics share no parameter: the gradient of their sum is each one's gradient of its own loss.
+    norms = descend(critic_losses.sum(), critic, optimizers[1], args.clip_gradients)
+    loss = actor_loss(agent, critic, batch)
+    norms |= descend(loss, agent, optimizers[0], args.clip_gradients)
+    critic.num_updates += 1
+    return {
+        "train/critic_loss": critic_losses.detach().mean(),
+        "train/critic_gradients": norms["utility"],
+        "train/mixer_gradients": norms["mixer"],
+        "train/actor_loss": loss.detach(),
+        "train/actor_gradients": norms["actor"],
+        "train/num_updates": critic.num_updates,
+    }
+
+
+@torch.no_grad()
+def soft_update(target: nn.Module, network: nn.Module, polyak: float) -> None:
+    """Move the target's parameters the share `polyak` of the way to the network's; its buffers become the network's."""
+    for ours, theirs in zip(target.parameters(), network.parameters()):
+        ours.lerp_(theirs, polyak)  # detail maddpg-4: targets follow slowly
+    for ours, theirs in zip(target.buffers(), network.buffers()):
+        ours.copy_(theirs)
+
+
+def main(args: Args) -> Path:
+    """Train as `args` says; returns the run folder."""
+    message = f"--batch-size {args.batch_size} episodes do not fit into --buffer-size {args.buffer_size}"
+    check(args.batch_size <= args.buffer_size, f"{message}; lower the one or raise the other")
+    device = set_up(args)
+    envs, eval_envs = make_envs(args, args.num_envs), make_envs(args, args.num_eval_ep)
+    if args.individual_critics is None:
+        args = dataclasses.replace(args, individual_critics=not envs.team_reward)  # for the run folder
+
+    agent, critic = Agent(envs, args).to(device), Critic(envs, args).to(device)
+    target_agent, target_critic = copy.deepcopy(agent), copy.deepcopy(critic)
+    optimizer_class = getattr(torch.optim, args.optimizer)
+    actor_optimizer = optimizer_class(agent.parameters(), lr=args.learning_rate_actor, fused=True)
+    critic_optimizer = optimizer_class(critic.parameters(), lr=args.learning_rate_critic, fused=True)
+    targets, optimizers = (target_agent, target_critic), (actor_optimizer, critic_optimizer)
+    check_replay(envs, args)
+    buffer = Buffer(envs, args)
+
+    modules = {"agent": agent, "critic": critic, "target_agent": target_agent, "target_critic": target_critic}
+    modules |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
+    modules |= {"buffer": buffer} if args.save_buffer else {}
+    with Run(args, __file__, **modules) as run:
+        *now, buffer.playing = run.start(envs, buffer.playing)
+        metrics = {}
+        while run.step < args.total_timesteps:
+            num_episodes = run.num_episodes
+            now = collect(agent, envs, now, buffer, run)
+            for _ in range(args.epochs if len(buffer.episodes) >= args.batch_size else 0):
+                batch = buffer.sample(args.batch_size, device)
+                metrics = update(agent, critic, targets, optimizers, batch, args)
+                if critic.num_updates % args.target_network_update_freq == 0:
+                    soft_update(target_agent, agent, args.polyak)
+                    soft_update(target_critic, critic, args.polyak)
+            if run.num_episodes // args.eval_steps > num_episodes // args.eval_steps:
+                seed = args.seed + EVAL_SEED + run.num_episodes
+                run.write(evaluate(eval_envs, make_policy(agent), args.num_eval_ep, seed))
+            is_due = run.num_episodes // args.log_every > num_episodes // args.log_every
+            run.log(metrics, is_due or run.step >= args.total_timesteps)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_eval_ep)
+
+        run.evaluate(make_envs, make_policy(agent), num_envs=args.num_eval_ep)
+    envs.close()
+    eval_envs.close()
+    return run.folder
+
+
+if __name__ == "__main__":
+    launch(main, Args)

@@ -1,0 +1,347 @@
+"""Independent deep Q-learning (IDQN): every agent learns the values of its own actions, as if it were alone.
+
+A network values every action of an agent, given what the agent observes. It learns the agent's own return by temporal
+differences, from whole episodes of a replay buffer, with a target network; to an agent the others are part of the
+environment. All agents have one network, which tells them apart by a one-hot id. With a team's reward a death is no
+end, the dead go on earning what the team does; with a reward of its own a dead agent learns nothing.
+
+An environment that ends an episode starts the next one at once, while the others go on with theirs.
+
+Papers: Tan 1993, "Multi-agent reinforcement learning: independent vs. cooperative agents"; Mnih et al. 2015; Tampuu et
+al. 2017 (arXiv:1511.08779); van Hasselt et al. 2016 (arXiv:1509.06461). Parent: vdn.py, without the sum.
+"""
+
+import copy
+import math
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import AgentIds, as_numpy
+from cleanmarl.memory import check_replay
+from cleanmarl.run import EVAL_SEED, Run
+
+import numpy as np
+import torch
+import torch.nn as nn
+from annotated_types import Interval
+
+
+@dataclass
+class Args(RunArgs):
+    eval_episodes: int = 100
+    save_buffer: bool = True
+    """keep the replay buffer in checkpoints; without it a resumed run fills a new one first"""
+    log_every: PositiveInt = 10
+    """episodes between two points of the curves"""
+    eval_steps: PositiveInt = 50
+    """episodes between two evaluations, with the most valuable actions in separate environments"""
+    num_eval_ep: PositiveInt = 5
+    """episodes of each of these evaluations"""
+    env_id: str = "mpe/simple_spread_v3"
+    """family/name of a multi-agent environment with discrete actions"""
+    total_timesteps: PositiveInt = 1_000_000
+    """environment steps of the whole run, all environments together, however many agents act in each"""
+
+    agent_ids: bool = True
+    """add a one-hot id to the observation: without it the agents' common network cannot tell them apart"""
+    num_envs: PositiveInt = 4
+    """N, environments stepped side by side"""
+    gamma: UnitFloat = 0.99
+    """discount factor"""
+    td_lambda: UnitFloat = 0.0
+    """lambda of the targets, Peng's Q(lambda) along the episode; 0 for those of one step"""
+    double_q: bool = True
+    """the network chooses the next actions that the target network values; else the target network does both"""
+    epsilon_start: UnitFloat = 1.0
+    """share of uniformly random actions at the start"""
+    epsilon_end: UnitFloat = 0.05
+    """share of uniformly random actions from --epsilon-timesteps on"""
+    epsilon_timesteps: PositiveInt = 50_000
+    """environment steps over which that share falls linearly"""
+    buffer_size: PositiveInt = 5000
+    """episodes in the replay buffer"""
+    batch_size: PositiveInt = 32
+    """episodes in a batch"""
+    normalize_reward: bool = False
+    """normalise rewards by the mean and the deviation of those in the replay buffer"""
+    hidden_dim: PositiveInt = 64
+    """units of a hidden layer"""
+    num_layers: NonNegativeInt = 1
+    """hidden layers after the first one"""
+    epochs: PositiveInt = 4
+    """gradient updates after each round of N episodes, each with a batch of its own"""
+    optimizer: Literal["Adam", "RMSprop"] = "Adam"
+    """optimizer of the network; RMSprop with smoothing 0.99, as in the papers"""
+    learning_rate: PositiveFloat = 5e-4
+    """learning rate"""
+    target_network_update_freq: PositiveInt = 1
+    """updates between two steps of the target network"""
+    polyak: Annotated[float, Interval(gt=0, le=1)] = 0.01
+    """how far a step takes the target network towards the other; 1 for a copy"""
+    clip_gradients: float = 10.0
+    """largest norm of the gradient; 0 or less for any"""
+
+
+def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
+    """The environments of a run, with discrete actions."""
+    return make(args.env_id, num_envs, discrete=True, **options)
+
+
+class Agent(nn.Module):
+    """The values of all agents' actions: one network that sees an agent's observation and its one-hot id."""
+
+    def __init__(self, envs: MultiAgentVectorEnv, args: Args):
+        super().__init__()
+        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        obs_size = envs.single_observation_space.shape[-1] + (A if args.agent_ids else 0)
+        layers = [AgentIds(A) if args.agent_ids else nn.Identity(), nn.Linear(obs_size, hidden), nn.ReLU()]
+        for _ in range(args.num_layers):
+            layers += [nn.Linear(hidden, hidden), nn.ReLU()]
+        self.q_network = nn.Sequential(*layers, nn.Linear(hidden, K))
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it
+
+    def values(self, obs: torch.Tensor) -> torch.Tensor:
+        """Values (B, T, A, K) of all actions, legal or not; obs (B, T, A, D)."""
+        return self.q_network(obs.flatten(0, 1)).unflatten(0, obs.shape[:2])
+
+
+def act(q: np.ndarray, action_mask: np.ndarray, epsilon: float) -> np.ndarray:
+    """Actions (N, A): the most valuable legal ones, the share `epsilon` of them any legal ones; q, mask (N, A, K)."""
+    explores = torch.rand(q.shape[:2]).numpy() < epsilon
+    preferred = np.where(explores[..., None], torch.rand(q.shape).numpy(), q)  # detail vdn-2: epsilon-greedy
+    return np.where(action_mask, preferred, -np.inf).argmax(-1)
+
+
+def make_policy(agent: Agent, greedy: bool = True):
+    """The agents as a function of (obs, info, done) for `evaluate`: their most valuable legal actions.
+
+    There is no other way to play without exploration, so `greedy` makes no difference.
+    """
+    q_network = as_numpy(agent.q_network)
+
+    def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
+        return np.where(info["action_mask"], q_network(obs), -np.inf).argmax(-1)
+
+    return policy
+
+
+class Batch(NamedTuple):
+    """B episodes, padded to the longest, of T steps, as the network learns from them; without the B, one in NumPy.
+
+    What is observed has one more row: what came after the last step.
+    """
+
+    obs: torch.Tensor  # (B, T + 1, A, D)
+    state: torch.Tensor  # (B, T + 1, S)
+    action_mask: torch.Tensor  # (B, T + 1, A, K) bool, True = legal
+    alive: torch.Tensor  # (B, T + 1, A) bool, True for living agents; False for all after a termination, and in padding
+    action: torch.Tensor  # (B, T, A) int64
+    reward: torch.Tensor  # (B, T, A)
+    weight: torch.Tensor  # (B, T, A) 1.0 for those that learn, 0.0 for the rest and for the padding
+    goes_on: torch.Tensor  # (B, T, A) 0.0 where there is no value after the step: a termination, or a death
+
+
+class Buffer:
+    """The last `buffer_size` episodes, and those that are being played in the N environments."""
+
+    def __init__(self, envs: MultiAgentVectorEnv, args: Args):
+        self.team_reward, self.normalize_reward = envs.team_reward, args.normalize_reward
+        self.episodes = deque(maxlen=args.buffer_size)  # detail vdn-6: whole episodes, the oldest is forgotten
+        self.playing = [[] for _ in range(envs.num_envs)]  # the steps so far of each environment's episode
+        self.moments = 0.0  # count, sum and sum of squares (3, A) of all rewards that agents learn from
+
+    def add(self, obs, info, action, reward, termination, truncation, next_info) -> None:
+        """One step of every environment, action (N, A), and the info after it; see cleanmarl.envs."""
+        step = (obs, info["state"], info["action_mask"], info["agent_mask"], action, reward)
+        for i, playing in enumerate(self.playing):
+            playing.append([x[i].copy() for x in step])
+        for i in np.flatnonzero(termination | truncation):
+            # detail vdn-7: agents live on after a truncation, as its final mask says, and none after a termination
+            survivors = next_info["final_agent_mask"][i] & ~termination[i]
+            last = [next_info[key][i] for key in ("final_obs", "final_state", "final_action_mask")]
+            self.playing[i].append([*last, survivors, action[i], reward[i]])
+            self.append(self.to_episode(*map(np.array, zip(*self.playing[i]))))
+            self.playing[i] = []
+
+    def to_episode(self, obs, state, action_mask, agent_mask, action, reward) -> Batch:
+        """An episode of T steps; arrays (T + 1, ...), agent_mask (T + 1, A) bool, reward (T + 1, A)."""
+        alive, survive, action, reward = agent_mask[:-1], agent_mask[1:], action[:-1], reward[:-1]
+        weight, goes_on = alive, alive & survive
+        if self.team_reward:  # detail idqn-1: death is no end, the dead go on earning what the team does
+            reward = np.repeat(mean_of_living(reward, alive), alive.shape[1], axis=1)
+            weight = np.repeat(alive.any(-1, keepdims=True), alive.shape[1], axis=1)
+            goes_on = weight & survive.any(-1, keepdims=True)
+        floats = (x.astype(np.float32) for x in (reward, weight, goes_on))
+        return Batch(obs, state, action_mask, agent_mask, action, *floats)
+
+    def append(self, episode: Batch) -> None:
+        if len(self.episodes) == self.episodes.maxlen:
+            self.moments = self.moments - reward_moments(self.episodes[0])
+        self.episodes.append(episode)
+        self.moments = self.moments + reward_moments(episode)
+
+    def sample(self, batch_size: int, device: torch.device) -> Batch:
+        """Episodes drawn with replacement."""
+        index = torch.randint(len(self.episodes), (batch_size,)).tolist()
+        batch = Batch(*map(padded, zip(*(self.episodes[i] for i in index))))
+        if self.normalize_reward:
+            mean, std = self.reward_statistics()
+            batch = batch._replace(reward=((batch.reward - mean) / (std + 1e-6)).astype(np.float32))
+        return Batch(*(torch.from_numpy(x).to(device) for x in batch))
+
+    def reward_statistics(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and deviation (A,) of the rewards in the buffer."""
+        count, total, squares = self.moments
+        mean = total / count.clip(1)
+        return mean, np.sqrt((squares / count.clip(1) - mean**2).clip(0))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The episodes, one after the other. Those being played go with the environments: see `run.start`."""
+        lengths = np.array([len(episode.reward) for episode in self.episodes], np.int64)
+        state = {"moments": np.asarray(self.moments), "lengths": lengths}
+        state |= dict(zip(Batch._fields, map(np.concatenate, zip(*self.episodes))))
+        return {key: torch.from_numpy(x) for key, x in state.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        moments, lengths, *fields = (x.numpy() for x in state.values())
+        ends = [np.cumsum(lengths + (len(x) > lengths.sum())) for x in fields]  # with T rows each, or T + 1
+        for episode in zip(*(np.split(x, end[:-1]) for x, end in zip(fields, ends))):
+            self.append(Batch(*(x.copy() for x in episode)))  # a view would keep the memory of all
+        self.moments = moments  # to the last digit: added up in another order they would differ
+
+
+def padded(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
+    """B arrays (T, ...) as one (B, T, ...), with zeros after the shorter ones."""
+    x = np.zeros((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+    for row, array in zip(x, arrays):
+        row[: len(array)] = array
+    return x
+
+
+def reward_moments(episode: Batch) -> np.ndarray:
+    """Count, sum and sum of squares (3, A) of the rewards that agents learn from."""
+    reward = episode.reward.astype(np.float64)
+    return np.array([(episode.weight * reward**power).sum(0) for power in range(3)])
+
+
+def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """The mean (..., 1) of the rewards (..., A) of agents that are alive (..., A); 0 if none is."""
+    return (reward * alive).sum(-1, keepdims=True) / alive.sum(-1, keepdims=True).clip(1)
+
+
+def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run, epsilon: float):
+    """Play on to the next multiple of N episodes, from `now`, the (obs, info) before it; returns that after it."""
+    q_network, num_episodes = as_numpy(agent.q_network), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
+    obs, info = now
+    while run.num_episodes < num_episodes:
+        action = act(q_network(obs), info["action_mask"], epsilon)
+        next_obs, reward, termination, truncation, next_info = envs.step(action)
+        buffer.add(obs, info, action, reward, termination, truncation, next_info)
+        run.step += envs.num_envs
+        if "_episode" in next_info:
+            run.log_episodes(next_info, buffer.episodes)
+        obs, info = next_obs, next_info
+    return obs, info
+
+
+@torch.no_grad()
+def td_targets(q: torch.Tensor, target_agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
+    """What the values of actions learn (B, T, A); q (B, T + 1, A, K) are the values of the network that learns.
+
+    r + gamma Q'(s', a'), where a' is the best legal action. With lambda > 0, Peng's Q(lambda): of this Q' the share
+    lambda is replaced by the target of the next step, as long as there is one.
+    """
+    target_q = target_agent.values(batch.obs)
+    chooser = q if args.double_q else target_q  # detail vdn-3: double Q-learning
+    best = chooser.masked_fill(~batch.action_mask, -torch.inf).argmax(-1, keepdim=True)
+    following = target_q.gather(-1, best).squeeze(-1)[:, 1:]
+    target = batch.reward + args.gamma * batch.goes_on * following
+    for t in reversed(range(target.shape[1] - 1)) if args.td_lambda > 0 else ():  # detail vdn-4: TD(lambda)
+        later = batch.weight[:, t + 1] * (target[:, t + 1] - following[:, t])
+        target[:, t] += args.gamma * args.td_lambda * later
+    return target
+
+
+def value_loss(q: torch.Tensor, batch: Batch, target: torch.Tensor) -> torch.Tensor:
+    """The mean squared error of the values of the actions taken; q (B, T + 1, A, K)."""
+    taken = q[:, :-1].gather(-1, batch.action[..., None]).squeeze(-1)
+    error = taken - target
+    # detail vdn-6: padding weighs nothing
+    return (error.square() * batch.weight).sum() / batch.weight.sum().clamp(min=1)
+
+
+def update(agent: Agent, target_agent: Agent, optimizer, batch: Batch, args: Args) -> dict[str, torch.Tensor]:
+    """One step of the network."""
+    q = agent.values(batch.obs)
+    target = td_targets(q.detach(), target_agent, batch, args)
+    loss = value_loss(q, batch, target)
+    optimizer.zero_grad()
+    loss.backward()
+    max_norm = args.clip_gradients if args.clip_gradients > 0 else math.inf
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
+    optimizer.step()
+    agent.num_updates += 1
+    return {"train/value_loss": loss.detach(), "train/gradients": norm, "train/num_updates": agent.num_updates}
+
+
+@torch.no_grad()
+def soft_update(target: nn.Module, network: nn.Module, polyak: float) -> None:
+    """Move the target's parameters the share `polyak` of the way to the network's; its buffers become the network's."""
+    for ours, theirs in zip(target.parameters(), network.parameters()):
+        ours.lerp_(theirs, polyak)  # detail vdn-5: the target follows slowly
+    for ours, theirs in zip(target.buffers(), network.buffers()):
+        ours.copy_(theirs)
+
+
+def main(args: Args) -> Path:
+    """Train as `args` says; returns the run folder."""
+    message = f"--batch-size {args.batch_size} episodes do not fit into --buffer-size {args.buffer_size}"
+    check(args.batch_size <= args.buffer_size, f"{message}; lower the one or raise the other")
+    device = set_up(args)
+    envs, eval_envs = make_envs(args, args.num_envs), make_envs(args, args.num_eval_ep)
+
+    agent = Agent(envs, args).to(device)
+    target_agent = copy.deepcopy(agent)
+    if args.optimizer == "Adam":
+        optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
+    else:
+        optimizer = torch.optim.RMSprop(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    check_replay(envs, args)
+    buffer = Buffer(envs, args)
+
+    modules = {"agent": agent, "target_agent": target_agent, "optimizer": optimizer}
+    modules |= {"buffer": buffer} if args.save_buffer else {}
+    with Run(args, __file__, **modules) as run:
+        *now, buffer.playing = run.start(envs, buffer.playing)
+        metrics = {}
+        while run.step < args.total_timesteps:
+            num_episodes = run.num_episodes
+            progress = min(run.step / args.epsilon_timesteps, 1)
+            epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
+            now = collect(agent, envs, now, buffer, run, epsilon)
+            for _ in range(args.epochs if len(buffer.episodes) >= args.batch_size else 0):
+                batch = buffer.sample(args.batch_size, device)
+                metrics = update(agent, target_agent, optimizer, batch, args) | {"train/epsilon": epsilon}
+                if agent.num_updates % args.target_network_update_freq == 0:
+                    soft_update(target_agent, agent, args.polyak)
+            if run.num_episodes // args.eval_steps > num_episodes // args.eval_steps:
+                seed = args.seed + EVAL_SEED + run.num_episodes
+                run.write(evaluate(eval_envs, make_policy(agent), args.num_eval_ep, seed))
+            is_due = run.num_episodes // args.log_every > num_episodes // args.log_every
+            run.log(metrics, is_due or run.step >= args.total_timesteps)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_eval_ep)
+
+        run.evaluate(make_envs, make_policy(agent), num_envs=args.num_eval_ep)
+    envs.close()
+    eval_envs.close()
+    return run.folder
+
+
+if __name__ == "__main__":
+    launch(main, Args)

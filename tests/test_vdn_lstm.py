@@ -1,0 +1,75 @@
+"""vdn_lstm.py: memories of episodes that end at different times, of the dead, and targets from whole episodes."""
+
+from cleanmarl import vdn_lstm
+from cleanmarl.layers import as_numpy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from test_vdn import assert_targets_are_their_definition, case, values, world
+from toys import Quiet
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_values_are_those_of_torchs_own_layers(cell):
+    """Of the agent that never dies."""
+    _, agent, _, batch = case(vdn_lstm, cell=cell)
+    q = values(agent, batch)
+    stacked = agent.q_network.cells[0]
+    layer = {"gru": nn.GRU, "lstm": nn.LSTM}[cell](64, 64, batch_first=True).double()
+    for name in ("weight_ih", "weight_hh"):
+        getattr(layer, f"{name}_l0").data = getattr(stacked, name)[0].T.detach()
+        bias = name.replace("weight", "bias")
+        getattr(layer, f"{bias}_l0").data = getattr(stacked, bias)[0, 0].detach()
+    for b, episode in enumerate(batch.obs):
+        steps = int(batch.weight[b].sum()) + 1
+        x = torch.cat([episode[:steps, 0], torch.eye(3)[:1].expand(steps, -1).double()], -1)
+        hidden, _ = layer(agent.q_network[2](agent.q_network[1](x))[None])
+        torch.testing.assert_close(q[b, :steps, 0], agent.q_network[-1](hidden[0]))
+
+
+def assert_memories_are_those_of_the_living(script):
+    """After a round each memory is what the network has after exactly its own agent's observations so far."""
+    envs, run, args = world(3), Quiet(), script.Args()
+    agent, buffer = script.Agent(envs, args), script.Buffer(envs, args)
+    now = (*envs.reset(), script.first_memory(agent, 3, 3))
+    q_network, under_way = as_numpy(agent.q_network), set()
+    for _ in range(5):
+        now = script.collect(agent, envs, now, buffer, run, 0.5)
+        for i in range(3):
+            memory = script.first_memory(agent, 1, 3)
+            for obs, _, _, alive, *_ in buffer.playing[i]:
+                _, memory = q_network(obs[None], memory)
+                memory[:, ~alive] = 0
+            np.testing.assert_allclose(now[2][i], memory[0], atol=1e-6)
+            under_way.add(len(buffer.playing[i]))
+    assert 0 in under_way and max(under_way) > 3  # agent 1 dies after its third step
+
+
+# proves recurrent-1
+def test_memories_are_those_of_the_living_and_of_the_episodes_under_way():
+    assert_memories_are_those_of_the_living(vdn_lstm)
+
+
+def test_who_comes_back_remembers_nothing():
+    agent = vdn_lstm.Agent(world(1), vdn_lstm.Args())
+    obs, alive = torch.randn(1, 6, 3, 3), torch.ones(1, 6, 3, dtype=torch.bool)
+    alive[0, 2:4, 1] = False
+    q = agent.values(obs, alive)
+    torch.testing.assert_close(q[:, 4:, 1], agent.values(obs[:, 4:], alive[:, 4:])[:, :, 1])
+    torch.testing.assert_close(q[:, :, 0], agent.values(obs, torch.ones_like(alive))[:, :, 0])
+
+
+@pytest.mark.parametrize("td_lambda", [0.0, 0.6])
+@pytest.mark.parametrize("double_q", [True, False])
+def test_targets_are_their_definition(td_lambda, double_q):
+    assert_targets_are_their_definition(vdn_lstm, td_lambda=td_lambda, double_q=double_q, gamma=0.9)
+
+
+def test_gradients_go_back_to_the_first_step():
+    _, agent, _, batch = case(vdn_lstm)
+    obs = batch.obs.clone().requires_grad_()
+    q = agent.values(obs, batch.alive)
+    (gradient,) = torch.autograd.grad(q[:, 4, 0].sum(), obs)
+    assert (gradient[:, :5, 0].abs().sum(-1) > 0).all() and (gradient[:, 5:] == 0).all()
