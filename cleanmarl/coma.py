@@ -13,20 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.fast import compilable
+from cleanmarl.layers import AgentIds, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from annotated_types import Interval
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, StackedLinear, as_numpy, clip_grad_norms_
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     eval_episodes: int = 100
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
@@ -35,7 +37,7 @@ class Args(RunArgs):
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: PositiveInt = 64
+    actor_hidden_dim: PositiveInt = 64
     """units of each of the two hidden layers of an actor"""
     critic_hidden_dim: PositiveInt = 128
     """units of each of the two hidden layers of a critic"""
@@ -86,7 +88,7 @@ class Agent(nn.Module):
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
         A, K = envs.real_actions.shape
-        hidden, critic_hidden = args.hidden_dim, args.critic_hidden_dim
+        hidden, critic_hidden = args.actor_hidden_dim, args.critic_hidden_dim
         M = 1 if args.share_parameters else A  # networks
         obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
         # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
@@ -237,6 +239,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             if len(cut):  # a truncated episode is not a terminated one: it would have gone on from the final state
                 keys = "final_obs", "final_state", "final_action_mask", "final_agent_mask"
                 rollout.reward[t, cut] += args.gamma * bootstrap(agent, *(info[key][cut] for key in keys))
+    run.check_rollout(rollout, obs)
     return obs, info
 
 
@@ -273,6 +276,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     return Batch(rows.obs, rows.state, rows.action_mask, alive, rows.action, others, target)
 
 
+@compilable
 def critic_loss(agent: Agent, batch: Batch) -> torch.Tensor:
     """The loss (1,) or (A,) of each critic."""
     values = agent.values(agent.critic, batch.state, batch.obs, batch.alive, batch.others)
@@ -290,6 +294,7 @@ def counterfactual_advantage(values: torch.Tensor, log_probs: torch.Tensor, acti
     return of_action(values, action) - (log_probs.exp() * values).sum(-1)
 
 
+@compilable
 def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of the actors, summed over those that share no parameter, and diagnostics by name.
 
@@ -351,10 +356,11 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now = envs.reset(seed=args.seed + run.step)
+        now = run.start(envs)
         for iteration in range(run.step // steps_per_update, num_updates):
             progress = min(run.step / args.epsilon_timesteps, 1)
             agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
@@ -363,6 +369,8 @@ def main(args: Args) -> Path:
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, optimizer, batch, iteration, args)
             run.log(metrics | {"train/epsilon": agent.epsilon})
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

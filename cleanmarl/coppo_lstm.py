@@ -22,20 +22,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.fast import compilable
+from cleanmarl.layers import AgentIds, Networks, Recurrent, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from annotated_types import Interval
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, Networks, Recurrent, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     eval_episodes: int = 100
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
@@ -44,8 +46,10 @@ class Args(RunArgs):
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: PositiveInt = 64
-    """units of each of the two hidden layers, and of the recurrent one"""
+    actor_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of an actor, and of the recurrent one"""
+    critic_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of a critic, and of the recurrent one"""
     cell: Literal["lstm", "gru"] = "gru"
     """recurrent layer of policies and critics"""
     activation: Literal["tanh", "relu"] = "relu"
@@ -132,7 +136,8 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        A, K = envs.real_actions.shape
+        hidden, critic_hidden = args.actor_hidden_dim, args.critic_hidden_dim
         M = 1 if args.share_parameters else A  # networks
         obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
         # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
@@ -149,12 +154,12 @@ class Agent(nn.Module):
         )
         self.critic = Recurrent(
             ids,
-            layer_init(StackedLinear(M, envs.state_size + obs_size, hidden)),
+            layer_init(StackedLinear(M, envs.state_size + obs_size, critic_hidden)),
             activation(),
-            layer_init(StackedLinear(M, hidden, hidden)),
+            layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             activation(),
-            layer_init(Recurrent.CELLS[args.cell](M, hidden, hidden), std=1.0),
-            layer_init(StackedLinear(M, hidden, 1), std=1.0),
+            layer_init(Recurrent.CELLS[args.cell](M, critic_hidden, critic_hidden), std=1.0),
+            layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         self.value_stats = PopArt(M, 1) if args.normalize_value else None
         self.share_parameters, self.may_die = args.share_parameters, envs.may_die
@@ -274,6 +279,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
                 final_value, _ = agent.value(*to_tensors(agent, *final, critic_memory[cut]))
                 rollout.reward[t, cut] += args.gamma * final_value.cpu().numpy()
         memory, critic_memory = (x * ~rollout.forget[t, ..., None] for x in (memory, critic_memory))
+    run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs, info, (memory, critic_memory)
@@ -334,6 +340,7 @@ def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, 
     return product, torch.clamp(product, low, high)  # detail coppo-2: double clipping, this is the inner one
 
 
+@compilable
 def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of the actors, summed over those that share no parameter, and diagnostics by name.
 
@@ -369,6 +376,7 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
     return loss, stats
 
 
+@compilable
 def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
     """The loss (1,) or (A,) of each critic."""
     seen = batch.state, batch.obs, batch.alive
@@ -451,10 +459,11 @@ def main(args: Args) -> Path:
         memory=np.zeros((1, N, A, agent.actor.memory_size), np.float32),
         critic_memory=np.zeros((1, N, A, agent.critic.memory_size), np.float32),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now = *envs.reset(seed=args.seed + run.step), (rollout.memory[0], rollout.critic_memory[0])
+        now = run.start(envs, (rollout.memory[0], rollout.critic_memory[0]))
         for iteration in range(run.step // steps_per_update, num_updates):
             if args.anneal_lr:
                 remaining = 1 - iteration / num_updates
@@ -462,10 +471,13 @@ def main(args: Args) -> Path:
                 optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
 
             now = collect(agent, envs, now, rollout, args, run)
+            run.carried = now[2:]
             run.step += steps_per_update
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, actors, optimizer, batch, args)
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -14,20 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.fast import compilable
+from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from annotated_types import Interval
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     eval_episodes: int = 100
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
@@ -36,7 +38,7 @@ class Args(RunArgs):
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: PositiveInt = 64
+    actor_hidden_dim: PositiveInt = 64
     """units of each of the two hidden layers of an actor"""
     critic_hidden_dim: PositiveInt = 64
     """units of each of the two hidden layers of a critic"""
@@ -155,7 +157,7 @@ class Agent(nn.Module):
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
         A, K = envs.real_actions.shape
-        hidden, critic_hidden = args.hidden_dim, args.critic_hidden_dim
+        hidden, critic_hidden = args.actor_hidden_dim, args.critic_hidden_dim
         M = 1 if args.share_parameters else A  # networks
         obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
         # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
@@ -319,6 +321,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             if args.time_limit_bootstrap and len(cut):
                 keys = "final_obs", "final_state", "final_action_mask", "final_agent_mask"
                 rollout.reward[t, cut] += args.gamma * bootstrap(agent, *(info[key][cut] for key in keys))
+    run.check_rollout(rollout, obs)
     logits = agent.explore(torch.from_numpy(logits), torch.from_numpy(rollout.action_mask))
     log_prob = logits.log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
@@ -380,6 +383,7 @@ def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, 
     return product, torch.clamp(product, low, high)  # detail coppo-2: double clipping, this is the inner one
 
 
+@compilable
 def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of the actors, summed over those that share no parameter, and diagnostics by name.
 
@@ -416,6 +420,7 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
     return loss, stats
 
 
+@compilable
 def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
     """The loss (1,) or (A,) of each critic."""
     new_values = agent.normalized_values(batch.state, batch.obs, batch.alive, batch.action)
@@ -494,10 +499,11 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now = envs.reset(seed=args.seed + run.step)
+        now = run.start(envs)
         for iteration in range(run.step // steps_per_update, num_updates):
             if args.anneal_lr:
                 remaining = 1 - iteration / num_updates
@@ -512,6 +518,8 @@ def main(args: Args) -> Path:
             metrics = update(agent, actors, optimizer, batch, args)
             metrics |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/epsilon": agent.epsilon}
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

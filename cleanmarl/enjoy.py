@@ -1,4 +1,7 @@
-"""Play what a run has learned: `python -m cleanmarl.enjoy RUN_DIR`, for the run folder of any script and any copy."""
+"""Play what a run has learned: `python -m cleanmarl.enjoy RUN_DIR`, for the run folder of any script and any copy.
+
+In Python `cleanmarl.load(run_dir)` gives the policy.
+"""
 
 import importlib
 import importlib.util
@@ -9,9 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
-import torch
-import tyro
-
 from cleanmarl.cli import (
     NonNegativeInt,
     PositiveInt,
@@ -20,17 +20,25 @@ from cleanmarl.cli import (
     check_ranges,
     import_optional,
     load_args,
+    read_flags,
     read_run,
 )
 from cleanmarl.envs import EnvError, WorkerError
-from cleanmarl.evaluate import evaluate, save_video
+from cleanmarl.evaluate import FilmError, Window, evaluate, pictures_per_second, save_video
 from cleanmarl.run import load_checkpoint, load_states
+
+import cloudpickle  # which gymnasium brings
+import numpy as np
+import torch
+import tyro
 
 
 @dataclass
 class Args:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """run folder of any script"""
+    checkpoint: str = "checkpoint.pt"
+    """which of the run's checkpoints: checkpoint.pt, the latest one, best.pt or checkpoint-STEP.pt"""
     episodes: PositiveInt = 10
     """episodes to play"""
     greedy: bool = False
@@ -40,7 +48,9 @@ class Args:
     video: Path | None = None
     """film the episodes into this .mp4 or .gif"""
     render: bool = False
-    """show the episodes in a window (for environments that can)"""
+    """show the episodes in a window"""
+    fps: PositiveInt | None = None
+    """pictures a second, of --video and --render; by default as the environment says, 10 for many agents"""
 
 
 def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
@@ -53,19 +63,50 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     if not path.exists() or (ours.exists() and ours.read_text() == path.read_text()):
         path = ours
     check(path.exists(), f"{folder} is a run of {name}.py, which is neither in the folder nor a script of this package")
-    sys.path.append(str(Path(meta.get("path", path)).parent))  # for modules that stand beside a copy
+    # Where the run found modules of the user's: the folder that it was started in, and that of a copy.
+    places = {str(meta.get("folder", folder)), str(Path(meta.get("path", path)).parent)}
+    sys.path += sorted(places - {str(ours.parent), *sys.path})
     try:
         if path == ours:
             module = importlib.import_module(f"cleanmarl.{name}")
         else:
-            spec = importlib.util.spec_from_file_location(name, path)
+            spec: Any = importlib.util.spec_from_file_location(name, path)
             module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+            cloudpickle.register_pickle_by_value(module)  # workers cannot import an environment of this file by name
             spec.loader.exec_module(module)
     except Exception as error:
         raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     missing = [name for name in ("Args", "Agent", "make_envs", "make_policy") if not hasattr(module, name)]
     check(not missing, f"{path} is no script that can be played: it has no {missing[0] if missing else ''}")
     return module
+
+
+class Policy:
+    """What a run has learned: `policy(obs, info, done)` returns the actions of all environments.
+
+    Arrays are those that `envs` gives (see cleanmarl.envs for many agents); done (N,) bool marks the environments that
+    are at the start of an episode, where a recurrent policy forgets: all of them after a reset. `agent` is the network,
+    `args` the run's arguments, `script` its module, `step` the training it has had in environment steps.
+    """
+
+    def __init__(self, run: Path | str, num_envs: int, greedy: bool, checkpoint: str = "checkpoint.pt", **options: Any):
+        """`options` go to the environments: render_mode="rgb_array", say. UsageError if the run cannot be played."""
+        run = Path(run)
+        meta = read_run(run)
+        self.script = load_script(run, meta)
+        self.args = load_args(self.script.Args, run, meta["script"])
+        path = run / checkpoint
+        message = f"--checkpoint {checkpoint} is no name such as best.pt"
+        check(path.parent == run and path.suffix == ".pt", message)
+        state = load_checkpoint(path)
+        self.step = state["step"]
+        self.envs = self.script.make_envs(self.args, num_envs, **options)
+        self.agent = self.script.Agent(self.envs, self.args)
+        load_states(state, path, agent=self.agent)
+        self.act = self.script.make_policy(self.agent, greedy)
+
+    def __call__(self, obs: np.ndarray, info: dict[str, Any], done: np.ndarray) -> np.ndarray:
+        return self.act(obs, info, done)
 
 
 def check_place(video: Path) -> None:
@@ -89,39 +130,36 @@ def main(args: Args) -> dict[str, float]:
     if args.video:
         import_optional("moviepy", "--video")
         check_place(args.video)
-    meta = read_run(args.run_dir)
-    name, script = meta["script"], load_script(args.run_dir, meta)
-    run_args = load_args(script.Args, args.run_dir, name)
-    checkpoint = load_checkpoint(args.run_dir)
-
-    options = {"render_mode": "human" if args.render else "rgb_array"} if args.render or args.video else {}
-    envs = script.make_envs(run_args, 1, **options)
-    agent = script.Agent(envs, run_args)
-    load_states(checkpoint, args.run_dir, agent=agent)
-    frames = [] if args.video else None
+    frames: Any = Window(str(args.run_dir)) if args.render else [] if args.video else None
+    options = {} if frames is None else {"render_mode": "rgb_array"}
+    policy = Policy(args.run_dir, 1, args.greedy, args.checkpoint, **options)
+    fps = args.fps or pictures_per_second(policy.envs)
+    if isinstance(frames, Window):
+        frames.fps = fps
     torch.set_num_threads(1)
-    metrics = evaluate(envs, script.make_policy(agent, args.greedy), args.episodes, args.seed, frames)
-    envs.close()
+    metrics = evaluate(policy.envs, policy, args.episodes, args.seed, frames)
+    policy.envs.close()
 
     mean, std, length = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"], metrics["eval/ep_length"]
-    print(f"{run_args.env_id}, {name} at step {checkpoint['step']:,}, {args.episodes} episodes")
+    name = policy.script.__name__.rpartition(".")[2]
+    print(f"{policy.args.env_id}, {name} at step {policy.step:,}, {args.episodes} episodes")
     print(f"return {mean:.2f} ± {std:.2f}, length {length:.1f}")
     for key, value in metrics.items():
         if key.startswith(("eval/ep_reward_agent", "eval/battle_won")):
             print(f"  {key.removeprefix('eval/')} {value:.2f}")
     if args.video:
-        save_video(frames, args.video)
+        save_video(frames, args.video, fps)
         print(f"video: {args.video}")
     return metrics
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args))
+        main(read_flags(Args, sys.argv[1:]))
     except (UsageError, EnvError) as error:
         print(f"enjoy: {error}", file=sys.stderr)
         sys.exit(2)
-    except WorkerError as error:
+    except (WorkerError, FilmError) as error:
         print(f"enjoy: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

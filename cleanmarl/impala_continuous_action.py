@@ -10,19 +10,20 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
+
+from cleanmarl.actors import Actors
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
+from cleanmarl.envs import make_gymnasium
+from cleanmarl.layers import RunningMeanStd, as_numpy
+from cleanmarl.memory import check_unrolls
+from cleanmarl.run import Run
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 from annotated_types import Ge
-
-from cleanmarl.actors import Actors
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import make_gymnasium
-from cleanmarl.layers import RunningMeanStd, as_numpy
-from cleanmarl.run import Run
 
 
 @dataclass
@@ -36,14 +37,18 @@ class Args(RunArgs):
     """actor processes; 0: collect and learn in turn in one process"""
     deterministic: bool = False
     """take one unroll from each actor in turn, and give all of them new parameters at the same time"""
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+    """rmsprop is the paper's, as TensorFlow has it"""
     learning_rate: PositiveFloat = 5e-4
-    """learning rate of Adam"""
-    adam_eps: PositiveFloat = 1e-5
-    """epsilon of Adam"""
+    """learning rate of the optimizer"""
+    optimizer_eps: PositiveFloat = 5e-3
+    """epsilon: RMSProp adds it to the mean square of a gradient, Adam to its root; losses are sums"""
     num_envs: PositiveInt = 8
-    """N, environments of each actor; N unrolls are a batch"""
+    """N, environments of each actor; N unrolls fill a slot"""
     unroll_length: PositiveInt = 64
     """T, steps of each environment in one unroll"""
+    batch_size: PositiveInt | None = None
+    """B, unrolls in a gradient step: of several slots, or a part of one; default: N, one slot"""
     updates_per_collect: PositiveInt = 4
     """gradient steps for each batch that is collected"""
     anneal_lr: bool = True
@@ -62,7 +67,7 @@ class Args(RunArgs):
     """weight of the entropy bonus"""
     vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss"""
-    max_grad_norm: PositiveFloat = 0.5
+    max_grad_norm: PositiveFloat = 256.0
     """largest norm of the gradient of all parameters together"""
 
 
@@ -238,11 +243,11 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
         )
         return_, advantage = torch.from_numpy(return_).to(device), torch.from_numpy(advantage).to(device)
 
-    # detail impala-5: one loss for policy, value and entropy bonus
+    # detail impala-5: one loss for policy, value and entropy bonus, the sum over the batch
     policy_loss = -(log_prob * advantage).mean()
     value_loss = 0.5 * (value[:-1] - return_).square().mean()
     entropy = (agent.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum()
-    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    loss = (policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss) * done.numel()
 
     with torch.no_grad():
         stats = {
@@ -256,8 +261,33 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
     return loss, stats
 
 
+class RMSProp(torch.optim.Optimizer):
+    """RMSProp as in TensorFlow, which the paper uses: epsilon inside the root, and a mean square that is 1 at first."""
+
+    def __init__(self, parameters, lr: float, eps: float):
+        super().__init__(parameters, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.state[p]["mean_square"] = torch.ones_like(p)
+                    mean_square = self.state[p]["mean_square"].lerp_(p.grad.square(), 0.01)
+                    # detail impala-8: epsilon stands inside the root
+                    p.addcdiv_(p.grad, (mean_square + group["eps"]).sqrt(), value=-group["lr"])
+
+
+def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
+    # detail impala-8: RMSProp as the paper has it, or Adam; both on losses that are sums
+    if args.optimizer == "rmsprop":
+        return RMSProp(agent.parameters(), lr=args.learning_rate, eps=args.optimizer_eps)
+    return torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.optimizer_eps, fused=True)
+
+
 def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, args: Args) -> dict:
-    """--updates-per-collect gradient steps for N new unrolls; returns the mean diagnostics."""
+    """--updates-per-collect gradient steps for B new unrolls; returns the mean diagnostics."""
     all_stats = []
     for _ in range(args.updates_per_collect):
         loss, stats = impala_loss(agent, unrolls, args)
@@ -272,36 +302,46 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, 
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
     check(args.rho_clip >= args.c_clip, f"--rho-clip {args.rho_clip} must be at least --c-clip {args.c_clip}")
-    batch_size = args.num_envs * args.unroll_length
-    message = f"--total-timesteps {args.total_timesteps} is less than the {batch_size} steps of one batch"
-    check(args.total_timesteps >= batch_size, message)
+    slot_size = args.num_envs * args.unroll_length
+    batch_size = args.batch_size or args.num_envs
+    first = math.ceil(batch_size / args.num_envs) * slot_size
+    message = f"--total-timesteps {args.total_timesteps} is less than the {first} steps of one batch"
+    check(args.total_timesteps >= first, message)
     device = set_up(args)
 
     envs = make_envs(args, 1)
+    check_unrolls(args, unroll_dtype(envs, args))
     agent = Agent(envs, args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    optimizer = make_optimizer(agent, args)
     num_updates = 0
 
     with (
         Run(args, __file__, agent=agent, optimizer=optimizer) as run,
         Actors(Player, args, agent, unroll_dtype(envs, args), run.step) as actors,
     ):
-        while run.step + batch_size <= args.total_timesteps:
+        gathered = np.zeros(0, unroll_dtype(envs, args))  # not learned from yet
+        while run.step + slot_size <= args.total_timesteps:
             slot = actors.take(num_updates)  # from now on actors get the parameters of now
+            run.check_unrolls(slot)
             unrolls, lag = slot["unrolls"], num_updates - slot["version"]
             # detail impala-7: the learning rate falls linearly to 0
             remaining = 1 - run.step / args.total_timesteps
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
-            run.step += batch_size
+            run.step += slot_size
             if (ended := unrolls["ep_length"] > 0).any():
                 episodes = {"r": unrolls["ep_return"], "l": unrolls["ep_length"]}
                 run.log_episodes({"_episode": ended, "episode": episodes})
-            metrics = update(agent, optimizer, unrolls, args)
+            metrics, gathered = {}, np.concatenate([gathered, unrolls])
+            while len(gathered) >= batch_size:
+                batch, gathered = np.split(gathered, [batch_size])
+                metrics = update(agent, optimizer, batch, args)
+                num_updates += args.updates_per_collect
             agent.observe(unrolls)  # after the updates: it changes the policy
-            num_updates += args.updates_per_collect
             metrics |= {"train/policy_lag": lag, "train/learning_rate": optimizer.param_groups[0]["lr"]}
             metrics["time/learner_wait"] = actors.waited / (time.perf_counter() - run.start_time)
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

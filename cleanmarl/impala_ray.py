@@ -19,18 +19,20 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+from cleanmarl.actors import RayActors, connect
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
+from cleanmarl.envs import make_gymnasium
+from cleanmarl.layers import as_numpy
+from cleanmarl.memory import check_unrolls
+from cleanmarl.run import Run
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-
-from cleanmarl.actors import RayActors, connect
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import make_gymnasium
-from cleanmarl.layers import as_numpy
-from cleanmarl.run import Run
 
 
 @dataclass
@@ -46,14 +48,18 @@ class Args(RunArgs):
     """actors of each learner; each takes a CPU of the cluster"""
     deterministic: bool = False
     """take unrolls in the order in which they were asked for"""
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+    """rmsprop is the paper's, as TensorFlow has it"""
     learning_rate: PositiveFloat = 1e-3
-    """learning rate of Adam"""
-    adam_eps: PositiveFloat = 1e-2
-    """epsilon of Adam; a small one takes full steps along what noise is left once a task is solved"""
+    """learning rate of the optimizer"""
+    optimizer_eps: PositiveFloat = 3.2
+    """epsilon: RMSProp adds it to the mean square of a gradient, Adam to its root; losses are sums"""
     num_envs: PositiveInt = 16
-    """N, environments of each actor; N unrolls are the batch of a learner"""
+    """N, environments of each actor; N unrolls fill a slot"""
     unroll_length: PositiveInt = 20
     """T, steps of each environment in one unroll"""
+    batch_size: PositiveInt | None = None
+    """B, unrolls in a gradient step: of several slots, or a part of one; default: N, one slot"""
     updates_per_collect: PositiveInt = 4
     """gradient steps for each batch that is collected"""
     anneal_lr: bool = True
@@ -72,7 +78,7 @@ class Args(RunArgs):
     """weight of the entropy bonus"""
     vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss"""
-    max_grad_norm: PositiveFloat = 5.0
+    max_grad_norm: PositiveFloat = 1600.0
     """largest norm of the gradient of all parameters together"""
 
 
@@ -219,11 +225,11 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
         )
         return_, advantage = torch.from_numpy(return_).to(device), torch.from_numpy(advantage).to(device)
 
-    # detail impala-5: one loss for policy, value and entropy bonus
+    # detail impala-5: one loss for policy, value and entropy bonus, the sum over the batch
     policy_loss = -(log_prob * advantage).mean()
     value_loss = 0.5 * (value[:-1] - return_).square().mean()
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
-    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    loss = (policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss) * done.numel()
 
     with torch.no_grad():
         stats = {
@@ -237,6 +243,31 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
     return loss, stats
 
 
+class RMSProp(torch.optim.Optimizer):
+    """RMSProp as in TensorFlow, which the paper uses: epsilon inside the root, and a mean square that is 1 at first."""
+
+    def __init__(self, parameters, lr: float, eps: float):
+        super().__init__(parameters, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.state[p]["mean_square"] = torch.ones_like(p)
+                    mean_square = self.state[p]["mean_square"].lerp_(p.grad.square(), 0.01)
+                    # detail impala-8: epsilon stands inside the root
+                    p.addcdiv_(p.grad, (mean_square + group["eps"]).sqrt(), value=-group["lr"])
+
+
+def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
+    # detail impala-8: RMSProp as the paper has it, or Adam; both on losses that are sums
+    if args.optimizer == "rmsprop":
+        return RMSProp(agent.parameters(), lr=args.learning_rate, eps=args.optimizer_eps)
+    return torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.optimizer_eps, fused=True)
+
+
 def average(tensors: list[torch.Tensor]) -> None:
     """Replace each tensor by its mean over all learners."""
     if dist.is_initialized():
@@ -248,7 +279,7 @@ def average(tensors: list[torch.Tensor]) -> None:
 
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, args: Args) -> dict:
-    """--updates-per-collect gradient steps for N new unrolls; returns the mean diagnostics."""
+    """--updates-per-collect gradient steps for B new unrolls; returns the mean diagnostics."""
     all_stats = []
     for _ in range(args.updates_per_collect):
         loss, stats = impala_loss(agent, unrolls, args)
@@ -264,7 +295,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, 
 class Follower:
     """Where the first learner has a Run, the others have this: it counts steps, and does nothing else."""
 
-    step, folder, start_time = 0, None, 0.0
+    step, folder, evaluation_due, start_time = 0, None, False, 0.0
 
     def __enter__(self):
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -272,25 +303,27 @@ class Follower:
         return self
 
     def __exit__(self, *error):
-        pass
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends those that are left
 
-    log_episodes = log = evaluate = lambda self, *args, **kwargs: None
+    check_unrolls = log_episodes = log = evaluate = lambda self, *args, **kwargs: None
 
 
 def main(args: Args) -> Path | None:
     """Train as `args` says; returns the run folder, in the first learner."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
     check(args.rho_clip >= args.c_clip, f"--rho-clip {args.rho_clip} must be at least --c-clip {args.c_clip}")
-    batch_size = args.num_envs * args.unroll_length * world_size
-    message = f"--total-timesteps {args.total_timesteps} is less than the {batch_size} steps of one batch"
-    check(args.total_timesteps >= batch_size, message)
+    slot_size = args.num_envs * args.unroll_length * world_size
+    batch_size = args.batch_size or args.num_envs
+    first = math.ceil(batch_size / args.num_envs) * slot_size
+    message = f"--total-timesteps {args.total_timesteps} is less than the {first} steps of one batch"
+    check(args.total_timesteps >= first, message)
     own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else args.device
     device = set_up(replace(args, device=own))
 
     envs = make_envs(args, 1)
+    check_unrolls(args, unroll_dtype(envs, args))
     agent = Agent(envs, args).to(device)
-    # detail impala-8: a large epsilon of Adam
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    optimizer = make_optimizer(agent, args)
     num_updates, code = 0, torch.zeros(1, dtype=torch.int32, device=device)
     ray = connect(args.address, args.num_actors, world_size)
 
@@ -304,23 +337,30 @@ def main(args: Args) -> Path | None:
             agent.load_state_dict(states[1])
             optimizer.load_state_dict(states[2])
         with RayActors(ray, Player, args, agent, unroll_dtype(envs, args), run.step, rank, world_size) as actors:
-            while run.step + batch_size <= args.total_timesteps:
+            gathered = np.zeros(0, unroll_dtype(envs, args))  # not learned from yet
+            while run.step + slot_size <= args.total_timesteps:
                 slot = actors.take(num_updates)  # from now on actors get the parameters of now
+                run.check_unrolls(slot)
                 unrolls, lag = slot["unrolls"], num_updates - slot["version"]
                 # detail impala-7: the learning rate falls linearly to 0
                 remaining = 1 - run.step / args.total_timesteps
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
-                run.step += batch_size
+                run.step += slot_size
                 if (ended := unrolls["ep_length"] > 0).any():
                     episodes = {"r": unrolls["ep_return"], "l": unrolls["ep_length"]}
                     run.log_episodes({"_episode": ended, "episode": episodes})
-                metrics = update(agent, optimizer, unrolls, args)
-                num_updates += args.updates_per_collect
+                metrics, gathered = {}, np.concatenate([gathered, unrolls])
+                while len(gathered) >= batch_size:
+                    batch, gathered = np.split(gathered, [batch_size])
+                    metrics = update(agent, optimizer, batch, args)
+                    num_updates += args.updates_per_collect
                 metrics |= {"train/policy_lag": lag, "train/learning_rate": optimizer.param_groups[0]["lr"]}
                 metrics["time/learner_wait"] = actors.waited / (time.perf_counter() - run.start_time)
                 metrics["time/replaced_actors"] = actors.num_deaths
                 try:
                     run.log(metrics)
+                    if run.evaluation_due:
+                        run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
                 except SystemExit as stopped:  # a signal came, and the state is saved: the others are to end as well
                     code += stopped.code
                 if world_size > 1:

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from cleanmarl.actors import Actors
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
+from cleanmarl.envs import make_gymnasium
+from cleanmarl.layers import as_numpy
+from cleanmarl.memory import check_unrolls
+from cleanmarl.run import Run
+
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 from annotated_types import Ge
-
-from cleanmarl.actors import Actors
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import make_gymnasium
-from cleanmarl.layers import as_numpy
-from cleanmarl.run import Run
 
 PRIORITY_ALPHA, PRIORITY_BETA = 0.6, 0.4  # Schaul et al. 2016, table 3, proportional variant
 
@@ -40,14 +41,18 @@ class Args(RunArgs):
     """actor processes; 0: collect and learn in turn in one process"""
     deterministic: bool = False
     """take one unroll from each actor in turn, and give all of them new parameters at the same time"""
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+    """rmsprop is the paper's, as TensorFlow has it"""
     learning_rate: PositiveFloat = 1e-3
-    """learning rate of Adam"""
-    adam_eps: PositiveFloat = 1e-2
-    """epsilon of Adam; a small one takes full steps along what noise is left once a task is solved"""
+    """learning rate of the optimizer"""
+    optimizer_eps: PositiveFloat = 3.2
+    """epsilon: RMSProp adds it to the mean square of a gradient, Adam to its root; losses are sums"""
     num_envs: PositiveInt = 16
-    """N, environments of each actor; N unrolls are a batch"""
+    """N, environments of each actor; N unrolls fill a slot"""
     unroll_length: PositiveInt = 20
     """T, steps of each environment in one unroll"""
+    batch_size: PositiveInt | None = None
+    """B, unrolls in a gradient step: of several slots, or a part of one; default: N, one slot"""
     remainder: Literal["keep", "drop", "last", "null_padding"] = "keep"
     """keep: unrolls go on across the ends of episodes; the others begin an unroll with each episode, and what is left
     at its end is dropped, filled up with its last steps before (last), or with empty steps (null_padding)"""
@@ -75,7 +80,7 @@ class Args(RunArgs):
     """weight of the entropy bonus"""
     vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss"""
-    max_grad_norm: PositiveFloat = 5.0
+    max_grad_norm: PositiveFloat = 1600.0
     """largest norm of the gradient of all parameters together"""
 
 
@@ -180,15 +185,16 @@ class Cutter:
     """Turns the unrolls of actors, which episodes cross, into unrolls that begin with each episode (--remainder)."""
 
     def __init__(self, args: Args):
-        self.how, self.complete = args.remainder, []
+        self.args, self.how, self.complete = args, args.remainder, []
         self.episodes = {}  # (actor, environment) -> its unroll before, the open one, steps in it
 
     def cut(self, actor: int, unrolls: np.ndarray) -> list[np.ndarray]:
-        """The batches (N,) that are complete with `unrolls` (N,), the latest of an actor."""
-        if self.how == "keep":
-            return [unrolls]
+        """The batches (B,) that are complete with `unrolls` (N,), the latest of an actor."""
         complete, (N, T) = self.complete, unrolls["reward"].shape
-        for n, unroll in enumerate(unrolls):
+        B = self.args.batch_size or N
+        if self.how == "keep":
+            complete.extend(unrolls)
+        for n, unroll in enumerate(unrolls if self.how != "keep" else ()):
             before, now, filled = self.episodes.get((actor, n), (None, np.zeros_like(unroll), 0))
             done, first = unroll["termination"] | unroll["truncation"], 0
             while first < T:
@@ -209,8 +215,8 @@ class Cutter:
                 if len(ends):
                     before, now, filled = None, np.zeros_like(unroll), 0
             self.episodes[actor, n] = before, now, filled
-        batches = [np.array(complete[i : i + N]) for i in range(0, len(complete) - N + 1, N)]
-        del complete[: len(batches) * N]
+        batches = [np.array(complete[i : i + B]) for i in range(0, len(complete) - B + 1, B)]
+        del complete[: len(batches) * B]
         return batches
 
 
@@ -235,18 +241,19 @@ class Replay:
         self.count += len(unrolls)
 
     def sample(self) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
-        """N unrolls, their places, and the weights of their losses."""
+        """B unrolls, their places, and the weights of their losses."""
         share = self.priority[: self.count] ** (PRIORITY_ALPHA if self.args.priority else 0)
-        where = torch.multinomial(share / share.sum(), self.args.num_envs, replacement=True)
+        where = torch.multinomial(share / share.sum(), self.args.batch_size or self.args.num_envs, replacement=True)
         weight = (share[where] / share.sum() * len(share)) ** (-PRIORITY_BETA if self.args.priority_is_weight else 0)
         return self.unrolls[where], where, weight / weight.max()
 
     def state_dict(self) -> dict:
-        bytes_ = torch.from_numpy(self.unrolls.view(np.uint8))
-        return {"unrolls": bytes_, "priority": self.priority, "count": self.count}
+        unrolls = {name: torch.from_numpy(self.unrolls[name].copy()) for name in self.unrolls.dtype.names}
+        return {"unrolls": unrolls, "priority": self.priority, "count": self.count}
 
     def load_state_dict(self, state: dict) -> None:
-        self.unrolls.view(np.uint8)[:] = state["unrolls"].numpy()
+        for name, x in state["unrolls"].items():
+            self.unrolls[name] = x.numpy()
         self.priority, self.count = state["priority"], state["count"]
 
 
@@ -303,11 +310,11 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, weight: torch.Tensor, args: A
     def mean(x: torch.Tensor) -> torch.Tensor:  # over the steps that are not empty
         return (x * weight * real).sum() / real.sum()
 
-    # detail impala-5: one loss for policy, value and entropy bonus
+    # detail impala-5: one loss for policy, value and entropy bonus, the sum over the batch
     policy_loss = -mean(log_prob * advantage)
     value_loss = 0.5 * mean((value[:-1] - return_).square())
     entropy = -mean((log_probs.exp() * log_probs).sum(-1))
-    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    loss = (policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss) * real.sum()
 
     with torch.no_grad():
         error = (return_ - value[:-1]) * real
@@ -323,8 +330,33 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, weight: torch.Tensor, args: A
     return loss, stats, priority
 
 
+class RMSProp(torch.optim.Optimizer):
+    """RMSProp as in TensorFlow, which the paper uses: epsilon inside the root, and a mean square that is 1 at first."""
+
+    def __init__(self, parameters, lr: float, eps: float):
+        super().__init__(parameters, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if not self.state[p]:
+                        self.state[p]["mean_square"] = torch.ones_like(p)
+                    mean_square = self.state[p]["mean_square"].lerp_(p.grad.square(), 0.01)
+                    # detail impala-8: epsilon stands inside the root
+                    p.addcdiv_(p.grad, (mean_square + group["eps"]).sqrt(), value=-group["lr"])
+
+
+def make_optimizer(agent: Agent, args: Args) -> torch.optim.Optimizer:
+    # detail impala-8: RMSProp as the paper has it, or Adam; both on losses that are sums
+    if args.optimizer == "rmsprop":
+        return RMSProp(agent.parameters(), lr=args.learning_rate, eps=args.optimizer_eps)
+    return torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.optimizer_eps, fused=True)
+
+
 def update(agent: Agent, optimizer: torch.optim.Optimizer, replay: Replay, unrolls: np.ndarray, args: Args) -> dict:
-    """--updates-per-collect gradient steps for N new unrolls; returns the mean diagnostics."""
+    """--updates-per-collect gradient steps for B new unrolls; returns the mean diagnostics."""
     all_stats, weight = [], torch.ones(len(unrolls))
     if args.replay_size:
         replay.add(unrolls)
@@ -345,19 +377,21 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, replay: Replay, unrol
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
     check(args.rho_clip >= args.c_clip, f"--rho-clip {args.rho_clip} must be at least --c-clip {args.c_clip}")
-    message = f"--replay-size {args.replay_size} is less than a batch of --num-envs {args.num_envs} unrolls; 0 is none"
-    check(args.replay_size == 0 or args.replay_size >= args.num_envs, message)
+    batch_size = args.batch_size or args.num_envs
+    message = f"--replay-size {args.replay_size} is less than a batch of {batch_size} unrolls; 0 is none"
+    check(args.replay_size == 0 or args.replay_size >= batch_size, message)
     check(not args.priority or args.replay_size > 0, "--priority needs a replay: --replay-size")
     check(not args.priority_is_weight or args.priority, "--priority-is-weight needs --priority")
-    batch_size = args.num_envs * args.unroll_length
-    message = f"--total-timesteps {args.total_timesteps} is less than the {batch_size} steps of one batch"
-    check(args.total_timesteps >= batch_size, message)
+    slot_size = args.num_envs * args.unroll_length
+    first = math.ceil(batch_size / args.num_envs) * slot_size
+    message = f"--total-timesteps {args.total_timesteps} is less than the {first} steps of one batch"
+    check(args.total_timesteps >= first, message)
     device = set_up(args)
 
     envs = make_envs(args, 1)
+    check_unrolls(args, unroll_dtype(envs, args), args.replay_size)
     agent = Agent(envs, args).to(device)
-    # detail impala-8: a large epsilon of Adam
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    optimizer = make_optimizer(agent, args)
     replay, cutter = Replay(args, unroll_dtype(envs, args)), Cutter(args)
     num_updates = 0
 
@@ -365,13 +399,14 @@ def main(args: Args) -> Path:
         Run(args, __file__, agent=agent, optimizer=optimizer, replay=replay) as run,
         Actors(Player, args, agent, unroll_dtype(envs, args), run.step) as actors,
     ):
-        while run.step + batch_size <= args.total_timesteps:
+        while run.step + slot_size <= args.total_timesteps:
             slot = actors.take(num_updates)  # from now on actors get the parameters of now
+            run.check_unrolls(slot)
             unrolls, lag = slot["unrolls"], num_updates - slot["version"]
             # detail impala-7: the learning rate falls linearly to 0
             remaining = 1 - run.step / args.total_timesteps
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
-            run.step += batch_size
+            run.step += slot_size
             if (ended := unrolls["ep_length"] > 0).any():
                 episodes = {"r": unrolls["ep_return"], "l": unrolls["ep_length"]}
                 run.log_episodes({"_episode": ended, "episode": episodes})
@@ -382,6 +417,8 @@ def main(args: Args) -> Path:
             metrics |= {"train/policy_lag": lag, "train/learning_rate": optimizer.param_groups[0]["lr"]}
             metrics["time/learner_wait"] = actors.waited / (time.perf_counter() - run.start_time)
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

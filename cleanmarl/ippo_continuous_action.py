@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.fast import compilable
+from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     eval_episodes: int = 100
     env_id: str = "mpe/simple_spread_v3?continuous_actions=True"
     """family/name of a multi-agent environment with continuous actions"""
@@ -32,8 +34,10 @@ class Args(RunArgs):
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: PositiveInt = 64
-    """units of each of the two hidden layers"""
+    actor_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of an actor"""
+    critic_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of a critic"""
     learning_rate: PositiveFloat = 7e-4
     """learning rate of the actors' Adam"""
     critic_learning_rate: PositiveFloat = 7e-4
@@ -111,7 +115,8 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        A, K = envs.real_actions.shape
+        hidden, critic_hidden = args.actor_hidden_dim, args.critic_hidden_dim
         D = envs.single_observation_space.shape[-1]
         M = 1 if args.share_parameters else A  # networks
         obs_size = D + (A if args.share_parameters else 0)
@@ -132,11 +137,11 @@ class Agent(nn.Module):
         self.critic = nn.Sequential(
             self.obs_stats,
             ids,
-            layer_init(StackedLinear(M, obs_size, hidden)),
+            layer_init(StackedLinear(M, obs_size, critic_hidden)),
             nn.Tanh(),
-            layer_init(StackedLinear(M, hidden, hidden)),
+            layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             nn.Tanh(),
-            layer_init(StackedLinear(M, hidden, 1), std=1.0),
+            layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         # detail continuous-2: the log standard deviation is a parameter, the same in every state, 0 at first
         self.log_std = nn.Parameter(torch.zeros(M, K))
@@ -256,6 +261,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
                 final_value = agent.value(*to_tensors(agent, info["final_obs"][cut])).cpu().numpy()
                 has_value = agent.team_reward | info["final_agent_mask"][cut]
                 bootstrap[t, cut] = args.gamma * final_value * has_value  # detail ippo-5: a time limit is no end
+    run.check_rollout(rollout, obs)
     if agent.return_stats is not None:
         earns = rollout.agent_mask | agent.team_reward
         rollout.reward[:] = agent.scale_reward(rollout.reward, rollout.done, earns, args.gamma)
@@ -307,6 +313,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     return Batch(rows.obs, rows.action_mask, alive, earns, rows.action, rows.log_prob, advantage, return_, value)
 
 
+@compilable
 def ippo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of the actors and the critics, summed over networks that share no parameter, and diagnostics by name.
 
@@ -392,10 +399,11 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now = envs.reset(seed=args.seed + run.step)
+        *now, agent.running_return = run.start(envs, agent.running_return)
         for iteration in range(run.step // steps_per_update, num_updates):
             if args.anneal_lr:
                 remaining = 1 - iteration / num_updates
@@ -403,12 +411,15 @@ def main(args: Args) -> Path:
                 optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
 
             now = collect(agent, envs, now, rollout, args, run)
+            run.carried = (agent.running_return,)
             run.step += steps_per_update
             batch = estimate(agent, rollout, now[0], args)
             metrics = update(agent, optimizer, batch, args)
             if args.normalize_obs:  # only now: the update needs the statistics that the rollout acted with
                 agent.obs_stats.update(batch.obs, batch.alive[..., None])
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

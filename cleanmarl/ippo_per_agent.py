@@ -4,24 +4,21 @@
 from one agent to another, and an optimizer steps each by itself: every agent learns exactly as if it were trained alone
 on the same data. Learning rates may follow the KL divergence, agents may stop early, act at random or learn late.
 
-Paper: de Witt et al. 2020 (arXiv:2011.09533); the settings are those of skrl's IPPO. Parent: ippo.py, but for these,
-observations that may be normalised, and losses: squared errors of values, advantages normalised by minibatch.
+Paper: de Witt et al. 2020 (arXiv:2011.09533); settings of skrl's IPPO, but for the discount and normalised values.
+Parent: ippo.py, but for these, observations that may be normalised, and losses: squared errors of values, advantages
+normalised by minibatch.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import numpy as np
-import torch
-import torch.nn as nn
-
 from cleanmarl.cli import (
     NonNegativeFloat,
     NonNegativeInt,
+    OnPolicyArgs,
     PositiveFloat,
     PositiveInt,
-    RunArgs,
     UnitFloat,
     check,
     flag,
@@ -29,12 +26,18 @@ from cleanmarl.cli import (
     set_up,
 )
 from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.fast import compilable
 from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, as_numpy
+from cleanmarl.memory import check_rollout
 from cleanmarl.run import Run
+
+import numpy as np
+import torch
+import torch.nn as nn
 
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     eval_episodes: int = 100
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
@@ -43,8 +46,10 @@ class Args(RunArgs):
 
     share_parameters: bool = False
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: PositiveInt = 64
-    """units of each of the two hidden layers"""
+    actor_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of an actor"""
+    critic_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of a critic"""
     learning_rate: tuple[PositiveFloat, ...] = (5e-4,)
     """learning rate of Adam, per agent"""
     lr_schedule: tuple[Literal["constant", "linear", "kl-adaptive"], ...] = ("linear",)
@@ -55,7 +60,7 @@ class Args(RunArgs):
     """N, environments stepped side by side"""
     num_steps: PositiveInt = 50
     """T, steps of each environment in one rollout"""
-    gamma: tuple[UnitFloat, ...] = (0.99,)
+    gamma: tuple[UnitFloat, ...] = (0.95,)
     """discount factor, per agent"""
     gae_lambda: tuple[UnitFloat, ...] = (0.95,)
     """lambda of GAE, per agent"""
@@ -69,9 +74,9 @@ class Args(RunArgs):
     """epsilon of the clipped objective, per agent"""
     value_clip_coef: tuple[NonNegativeFloat, ...] = (0.0,)
     """largest change of the value that its loss sees, per agent; 0 for no clipping"""
-    ent_coef: tuple[float, ...] = (0.001,)
+    ent_coef: tuple[NonNegativeFloat, ...] = (0.001,)
     """weight of the entropy bonus, per agent"""
-    vf_coef: tuple[float, ...] = (1.0,)
+    vf_coef: tuple[NonNegativeFloat, ...] = (1.0,)
     """weight of the value loss, per agent"""
     max_grad_norm: tuple[PositiveFloat, ...] = (0.5,)
     """largest norm of the gradient of an agent's two networks, per agent"""
@@ -79,9 +84,9 @@ class Args(RunArgs):
     """an agent whose KL divergence exceeds this skips the rest of the update, per agent; 0 for never"""
     normalize_obs: bool = False
     """normalise observations by their running mean and deviation, each network's own"""
-    normalize_value: bool = False
+    normalize_value: bool = True
     """let critics predict normalised returns, by the running mean and deviation, each network's own"""
-    reward_scale: tuple[float, ...] = (1.0,)
+    reward_scale: tuple[PositiveFloat, ...] = (1.0,)
     """rewards are multiplied by this before learning, per agent"""
     time_limit_bootstrap: bool = True
     """at a time limit add gamma V(final observation) to the reward: a truncated episode is not a terminated one"""
@@ -111,7 +116,8 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        A, K = envs.real_actions.shape
+        hidden, critic_hidden = args.actor_hidden_dim, args.critic_hidden_dim
         D = envs.single_observation_space.shape[-1]
         M = 1 if args.share_parameters else A  # networks
         obs_size = D + (A if args.share_parameters else 0)
@@ -130,11 +136,11 @@ class Agent(nn.Module):
         self.critic = nn.Sequential(
             self.obs_stats,
             ids,
-            layer_init(StackedLinear(M, obs_size, hidden)),
+            layer_init(StackedLinear(M, obs_size, critic_hidden)),
             nn.Tanh(),
-            layer_init(StackedLinear(M, hidden, hidden)),
+            layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             nn.Tanh(),
-            layer_init(StackedLinear(M, hidden, 1), std=1.0),
+            layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         self.value_stats = RunningMeanStd(M, 1) if args.normalize_value else None
         self.share_parameters, self.team_reward = args.share_parameters, envs.team_reward
@@ -231,6 +237,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
                 final_value = agent.value(*to_tensors(agent, info["final_obs"][cut])).cpu().numpy()
                 has_value = agent.team_reward | info["final_agent_mask"][cut]
                 rollout.reward[t, cut] += gamma * final_value * has_value  # detail ippo-5: a time limit is no end
+    run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs, info
@@ -275,6 +282,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     return Batch(rows.obs, rows.action_mask, alive, earns, rows.action, rows.log_prob, advantage, return_, value)
 
 
+@compilable
 def ippo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of the actors and the critics, summed over networks that share no parameter, and diagnostics by name.
 
@@ -381,6 +389,9 @@ def main(args: Args) -> Path:
     check(steps_per_update % args.num_minibatches == 0, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps_per_update} steps"
     check(args.total_timesteps >= steps_per_update, message)
+    for name in ("learning_starts", "random_timesteps"):
+        message = f"{flag(name)} {getattr(args, name)} is more than --total-timesteps {args.total_timesteps}"
+        check(getattr(args, name) <= args.total_timesteps, f"{message}: nothing would be learned")
     device = set_up(args)
 
     envs = make_envs(args, args.num_envs)
@@ -400,10 +411,11 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now = envs.reset(seed=args.seed + run.step)
+        now = run.start(envs)
         for iteration in range(run.step // steps_per_update, num_updates):
             for group, lr, schedule in zip(optimizer.param_groups, learning_rates, schedules):
                 if schedule == "linear":
@@ -420,6 +432,8 @@ def main(args: Args) -> Path:
             if args.normalize_obs:  # only now: the update needs the statistics that the rollout acted with
                 agent.obs_stats.update(batch.obs, batch.alive[..., None])
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -19,17 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import AgentIds, Recurrent, StackedLinear, StackedLSTM, as_numpy, clip_grad_norms_
+from cleanmarl.memory import check_replay
+from cleanmarl.run import EVAL_SEED, Run
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from annotated_types import Interval
-
-from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import AgentIds, Recurrent, StackedLinear, StackedLSTM, as_numpy, clip_grad_norms_
-from cleanmarl.run import EVAL_SEED, Run
 
 
 @dataclass
@@ -80,6 +81,8 @@ class Args(RunArgs):
     """updates between two steps of the target networks"""
     polyak: Annotated[float, Interval(gt=0, le=1)] = 0.005
     """how far a step takes the target networks towards the others"""
+    reg: UnitFloat = 1e-3
+    """weight of the mean squared logit in the actor's loss, against an actor that is too sure; 0 for none"""
     clip_gradients: float = -1.0
     """largest norm of a network's gradient; 0 or less for any"""
     tbptt: PositiveInt = 10
@@ -214,9 +217,9 @@ class Buffer:
 
     def append(self, episode: Batch) -> None:
         if len(self.episodes) == self.episodes.maxlen:
-            self.moments -= reward_moments(self.episodes[0])
+            self.moments = self.moments - reward_moments(self.episodes[0])
         self.episodes.append(episode)
-        self.moments += reward_moments(episode)
+        self.moments = self.moments + reward_moments(episode)
 
     def sample(self, batch_size: int, device: torch.device) -> Batch:
         """Episodes drawn with replacement."""
@@ -234,16 +237,18 @@ class Buffer:
         return mean, np.sqrt((squares / count.clip(1) - mean**2).clip(0))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The episodes, one after the other. Those being played are left out: a resumed run starts new ones."""
+        """The episodes, one after the other. Those being played go with the environments: see `run.start`."""
         lengths = np.array([len(episode.reward) for episode in self.episodes], np.int64)
-        state = {"lengths": lengths} | dict(zip(Batch._fields, map(np.concatenate, zip(*self.episodes))))
+        state = {"moments": np.asarray(self.moments), "lengths": lengths}
+        state |= dict(zip(Batch._fields, map(np.concatenate, zip(*self.episodes))))
         return {key: torch.from_numpy(x) for key, x in state.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        lengths, *fields = (x.numpy() for x in state.values())
+        moments, lengths, *fields = (x.numpy() for x in state.values())
         ends = [np.cumsum(lengths + (len(x) > lengths.sum())) for x in fields]  # with T rows each, or T + 1
         for episode in zip(*(np.split(x, end[:-1]) for x, end in zip(fields, ends))):
             self.append(Batch(*(x.copy() for x in episode)))  # a view would keep the memory of all
+        self.moments = moments  # to the last digit: added up in another order they would differ
 
 
 def padded(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -279,7 +284,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
         memory[termination | truncation] = 0  # the next observation is the first of an episode
         run.step += envs.num_envs
         if "_episode" in next_info:
-            run.log_episodes(next_info)
+            run.log_episodes(next_info, buffer.episodes)
         obs, info = next_obs, next_info
     return obs, info, memory
 
@@ -299,7 +304,7 @@ def critic_loss(critic: Critic, batch: Batch, target: torch.Tensor) -> torch.Ten
     return (error.square() * batch.weight).sum((0, 1)) / batch.weight.sum((0, 1)).clamp(min=1)
 
 
-def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> torch.Tensor:
+def actor_loss(agent: Agent, critic: Critic, batch: Batch, reg: float = 0.0) -> torch.Tensor:
     """Minus the mean value of the living agents' own soft samples; all other actions are those of the buffer."""
     logits = agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1])
     own_action = F.gumbel_softmax(logits, hard=False)  # detail maddpg-2: soft samples train the actor
@@ -307,6 +312,7 @@ def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> torch.Tensor:
     # detail maddpg-3: joint action i (B, T, A, A, K) is that of the buffer, but for agent i's own
     action = torch.where(is_own, own_action[:, :, None], batch.action[:, :, None])
     q = critic(batch.state[:, :-1], action)  # (B, T, A)
+    q = q - reg * (logits * batch.action_mask[:, :-1]).square().mean(-1)  # detail maddpg-8: large logits cost
     return -(q * batch.alive).sum() / batch.alive.sum().clamp(min=1)
 
 
@@ -325,7 +331,7 @@ def update(agent: Agent, critic: Critic, targets, optimizers, batch: Batch, args
     critic_losses = critic_loss(critic, batch, target)
     # The critics share no parameter: the gradient of their sum is each one's gradient of its own loss.
     norms = descend(critic_losses.sum(), critic, optimizers[1], args.clip_gradients)
-    loss = actor_loss(agent, critic, batch)
+    loss = actor_loss(agent, critic, batch, args.reg)
     norms |= descend(loss, agent, optimizers[0], args.clip_gradients)
     critic.num_updates += 1
     return {
@@ -361,15 +367,18 @@ def main(args: Args) -> Path:
     actor_optimizer = optimizer_class(agent.parameters(), lr=args.learning_rate_actor, fused=True)
     critic_optimizer = optimizer_class(critic.parameters(), lr=args.learning_rate_critic, fused=True)
     targets, optimizers = (target_agent, target_critic), (actor_optimizer, critic_optimizer)
+    check_replay(envs, args)
     buffer = Buffer(envs, args)
 
     modules = {"agent": agent, "critic": critic, "target_agent": target_agent, "target_critic": target_critic}
     modules |= {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer}
     modules |= {"buffer": buffer} if args.save_buffer else {}
     with Run(args, __file__, **modules) as run:
-        now, metrics = (*envs.reset(seed=args.seed + run.step), first_memory(agent, 1, envs.num_agents)), {}
+        memory, metrics = first_memory(agent, 1, envs.num_agents), {}
+        *now, buffer.playing = run.start(envs, memory, buffer.playing)
         while run.step < args.total_timesteps:
             now = collect(agent, envs, now, buffer, run)
+            run.carried = now[2], buffer.playing
             if len(buffer.episodes) >= args.batch_size and run.num_episodes % args.train_freq == 0:
                 batch = buffer.sample(args.batch_size, device)
                 metrics = update(agent, critic, targets, optimizers, batch, args)
@@ -380,6 +389,8 @@ def main(args: Args) -> Path:
                 seed = args.seed + EVAL_SEED + run.num_episodes
                 run.write(evaluate(eval_envs, make_policy(agent), args.num_eval_ep, seed))
             run.log(metrics, run.num_episodes % args.log_every == 0 or run.step >= args.total_timesteps)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_eval_ep)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_eval_ep)
     envs.close()

@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.fast import compilable
+from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     eval_episodes: int = 100
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
@@ -34,8 +36,10 @@ class Args(RunArgs):
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: PositiveInt = 64
-    """units of each of the two hidden layers"""
+    actor_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of an actor"""
+    critic_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of a critic"""
     activation: Literal["tanh", "relu"] = "tanh"
     """of the hidden layers; MAPPO's authors take ReLU, but tanh for simple_spread"""
     learning_rate: PositiveFloat = 7e-4
@@ -111,7 +115,8 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        A, K = envs.real_actions.shape
+        hidden, critic_hidden = args.actor_hidden_dim, args.critic_hidden_dim
         M = 1 if args.share_parameters else A  # networks
         obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
         # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
@@ -127,11 +132,11 @@ class Agent(nn.Module):
         )
         self.critic = nn.Sequential(
             ids,
-            layer_init(StackedLinear(M, envs.state_size + obs_size, hidden)),
+            layer_init(StackedLinear(M, envs.state_size + obs_size, critic_hidden)),
             activation(),
-            layer_init(StackedLinear(M, hidden, hidden)),
+            layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             activation(),
-            layer_init(StackedLinear(M, hidden, 1), std=1.0),
+            layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         self.value_stats = PopArt(M, 1) if args.normalize_value else None
         self.share_parameters, self.may_die = args.share_parameters, envs.may_die
@@ -229,6 +234,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             if args.time_limit_bootstrap and len(cut):
                 final = (info[key][cut] for key in ("final_state", "final_obs", "final_agent_mask"))
                 rollout.reward[t, cut] += args.gamma * agent.value(*to_tensors(agent, *final)).cpu().numpy()
+    run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs, info
@@ -276,6 +282,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     return Batch(rows.obs, rows.state, rows.action_mask, alive, rows.action, rows.log_prob, advantage, return_, value)
 
 
+@compilable
 def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of the actors and the critics, summed over networks that share no parameter, and diagnostics by name.
 
@@ -363,10 +370,11 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now = envs.reset(seed=args.seed + run.step)
+        now = run.start(envs)
         for iteration in range(run.step // steps_per_update, num_updates):
             if args.anneal_lr:
                 remaining = 1 - iteration / num_updates
@@ -378,6 +386,8 @@ def main(args: Args) -> Path:
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, optimizer, batch, args)
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.fast import compilable
+from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     eval_episodes: int = 100
     env_id: str = "mpe/simple_spread_v3?continuous_actions=True"
     """family/name of a multi-agent environment with continuous actions"""
@@ -32,8 +34,10 @@ class Args(RunArgs):
 
     share_parameters: bool = True
     """one policy and one critic for all agents, who are told apart by a one-hot id"""
-    hidden_dim: PositiveInt = 64
-    """units of each of the two hidden layers"""
+    actor_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of an actor"""
+    critic_hidden_dim: PositiveInt = 64
+    """units of each of the two hidden layers of a critic"""
     learning_rate: PositiveFloat = 7e-4
     """learning rate of the actors' Adam"""
     critic_learning_rate: PositiveFloat = 7e-4
@@ -109,7 +113,8 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        A, K = envs.real_actions.shape
+        hidden, critic_hidden = args.actor_hidden_dim, args.critic_hidden_dim
         D = envs.single_observation_space.shape[-1]
         M = 1 if args.share_parameters else A  # networks
         obs_size = D + (A if args.share_parameters else 0)
@@ -130,11 +135,11 @@ class Agent(nn.Module):
         )
         self.critic = nn.Sequential(
             ids,
-            layer_init(StackedLinear(M, envs.state_size + obs_size, hidden)),
+            layer_init(StackedLinear(M, envs.state_size + obs_size, critic_hidden)),
             nn.Tanh(),
-            layer_init(StackedLinear(M, hidden, hidden)),
+            layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             nn.Tanh(),
-            layer_init(StackedLinear(M, hidden, 1), std=1.0),
+            layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         # detail continuous-2: the log standard deviation is a parameter, the same in every state, 0 at first
         self.log_std = nn.Parameter(torch.zeros(M, K))
@@ -243,6 +248,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             if args.time_limit_bootstrap and len(cut):
                 final = (info[key][cut] for key in ("final_state", "final_obs", "final_agent_mask"))
                 rollout.reward[t, cut] += args.gamma * agent.value(*to_tensors(agent, *final)).cpu().numpy()
+    run.check_rollout(rollout, obs)
     action, mean, mask = map(torch.from_numpy, (rollout.action, mean, rollout.action_mask))
     rollout.log_prob[:] = gaussian_log_prob(action, mean, agent.log_std.cpu(), mask)
     return obs, info
@@ -290,6 +296,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     return Batch(rows.obs, rows.state, rows.action_mask, alive, rows.action, rows.log_prob, advantage, return_, value)
 
 
+@compilable
 def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of the actors and the critics, summed over networks that share no parameter, and diagnostics by name.
 
@@ -377,10 +384,11 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N, A), np.float32),
         done=np.zeros((T, N, A), bool),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        now = envs.reset(seed=args.seed + run.step)
+        now = run.start(envs)
         for iteration in range(run.step // steps_per_update, num_updates):
             if args.anneal_lr:
                 remaining = 1 - iteration / num_updates
@@ -395,6 +403,8 @@ def main(args: Args) -> Path:
                 agent.obs_stats.update(batch.obs, batch.alive[..., None])
                 agent.state_stats.update(batch.state[:, None])
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -18,18 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs.pool import EnvPool, envpool_spec
+from cleanmarl.fast import Bf16, compilable, use_bf16
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs.pool import EnvPool, envpool_spec
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     env_id: str = "Breakout-v5"
     """any Atari game of envpool"""
     total_timesteps: PositiveInt = 10_000_000
@@ -69,8 +71,8 @@ class Args(RunArgs):
     """stop the epochs of an update once the approximate KL divergence exceeds this"""
     time_limit_bootstrap: bool = False
     """at a time limit add gamma V(final observation) to the reward; the official implementation does not"""
-    bf16: bool = False
-    """convolutions in bfloat16: faster on GPUs and on CPUs with AVX512-BF16 or AMX, far slower on other CPUs"""
+    bf16: Bf16 = "off"
+    """convolutions in bfloat16: "auto" where the machine is made for it, a GPU or a CPU with AVX512-BF16 or AMX"""
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
@@ -119,7 +121,7 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)  # small: actions about equally likely at first
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # makes convolutions faster
-        self.bf16 = args.bf16
+        self.bf16 = use_bf16(args)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # detail atari-9: pixels are scaled to [0, 1]
@@ -193,6 +195,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.as_tensor(info["final_obs"][n], device=device)
                     rollout.reward[t, n] += args.gamma * agent(final_obs[None])[1].item()
+    run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs
@@ -221,6 +224,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
+@compilable
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one minibatch, and its diagnostics by name."""
     logits, new_value = agent(batch.obs)
@@ -307,10 +311,11 @@ def main(args: Args) -> Path:
         done=np.zeros((T, N), bool),
         value=np.zeros((T, N), np.float32),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        obs, _ = envs.reset(seed=args.seed + run.step)  # a resumed run begins new episodes
+        obs, _ = run.start(envs)
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates
@@ -323,6 +328,8 @@ def main(args: Args) -> Path:
             metrics = update(agent, optimizer, batch, clip_coef, args)
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

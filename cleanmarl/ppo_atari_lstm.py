@@ -15,18 +15,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import make_gymnasium
+from cleanmarl.fast import Bf16, compilable, use_bf16
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import make_gymnasium
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     env_id: str = "ALE/Breakout-v5"
     """any game of ale-py; its frame skip and its sticky actions are switched off"""
     total_timesteps: PositiveInt = 10_000_000
@@ -66,6 +68,8 @@ class Args(RunArgs):
     """stop the epochs of an update once the approximate KL divergence exceeds this"""
     time_limit_bootstrap: bool = False
     """at a time limit add gamma V(final observation) to the reward; the official implementation does not"""
+    bf16: Bf16 = "off"
+    """convolutions in bfloat16: "auto" where the machine is made for it, a GPU or a CPU with AVX512-BF16 or AMX"""
 
 
 class EpisodicLife(gym.Wrapper):
@@ -167,11 +171,14 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(128, num_actions), std=0.01)  # small: actions about equally likely at first
         self.critic = layer_init(nn.Linear(128, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # makes convolutions faster
+        self.bf16 = use_bf16(args)
 
     def forward(self, obs: torch.Tensor, state: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # detail atari-9: pixels are scaled to [0, 1]
-        hidden = self.network(obs.flatten(0, 1).to(torch.float32, memory_format=torch.channels_last).div_(255))
-        hidden, outputs = hidden.unflatten(0, start.shape), []
+        # bfloat16 may be rounded otherwise for N rows than for a minibatch: then the first ratio is 1 to two digits
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            hidden = self.network(obs.flatten(0, 1).to(torch.float32, memory_format=torch.channels_last).div_(255))
+        hidden, outputs = hidden.float().unflatten(0, start.shape), []
         # detail lstm-3: where an episode begins, the state is 0; the steps up to the next such place are one call
         begins = start[1:].any(1).nonzero().flatten() + 1
         for first, last in pairwise([0, *begins.tolist(), len(start)]):
@@ -264,6 +271,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, state, rollout
                     final_obs = torch.as_tensor(info["final_obs"][n], device=device)
                     same = torch.zeros(1, 1, dtype=torch.bool, device=device)
                     rollout.reward[t, n] += args.gamma * agent(final_obs[None, None], state[:, [n]], same)[1].item()
+    run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs, start, state
@@ -295,6 +303,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs, next_start, next_state, a
     return Batch(obs, action, log_prob, advantage, return_, value, start, rollout.state)
 
 
+@compilable
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one minibatch, and its diagnostics by name."""
     logits, new_value, _ = agent(batch.obs, batch.state, batch.start)
@@ -385,10 +394,11 @@ def main(args: Args) -> Path:
         start=np.zeros((T, N), bool),
         state=first_state(N, device),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        obs, _ = envs.reset(seed=args.seed + run.step)  # a resumed run begins new episodes
+        obs, _ = run.start(envs)
         start, state = np.ones(N, bool), first_state(N, device)
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
@@ -402,6 +412,8 @@ def main(args: Args) -> Path:
             metrics = update(agent, optimizer, batch, clip_coef, args)
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -27,19 +27,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs.pool import EnvPool, envpool_spec
+from cleanmarl.fast import Bf16, compilable, use_bf16
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs.pool import EnvPool, envpool_spec
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     device: str = "cpu"
     """torch device: cpu, or cuda for one GPU per process"""
 
@@ -82,8 +84,8 @@ class Args(RunArgs):
     """stop the epochs of an update once the approximate KL divergence exceeds this"""
     time_limit_bootstrap: bool = False
     """at a time limit add gamma V(final observation) to the reward; the official implementation does not"""
-    bf16: bool = False
-    """convolutions in bfloat16: faster on GPUs and on CPUs with AVX512-BF16 or AMX, far slower on other CPUs"""
+    bf16: Bf16 = "off"
+    """convolutions in bfloat16: "auto" where the machine is made for it, a GPU or a CPU with AVX512-BF16 or AMX"""
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
@@ -132,7 +134,7 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)  # small: actions about equally likely at first
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # makes convolutions faster
-        self.bf16 = args.bf16
+        self.bf16 = use_bf16(args)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # detail atari-9: pixels are scaled to [0, 1]
@@ -206,6 +208,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.as_tensor(info["final_obs"][n], device=device)
                     rollout.reward[t, n] += args.gamma * agent(final_obs[None])[1].item()
+    run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs
@@ -234,6 +237,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
+@compilable
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one minibatch, and its diagnostics by name."""
     logits, new_value = agent(batch.obs)
@@ -314,7 +318,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
 class Follower:
     """Where the first process has a Run, the others have this: it counts steps, and does nothing else."""
 
-    step, folder = 0, None
+    step, folder, evaluation_due = 0, None, False
 
     def __enter__(self):
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -322,9 +326,9 @@ class Follower:
         return self
 
     def __exit__(self, *error):
-        pass
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which torchrun ends those that are left
 
-    log_episodes = log = evaluate = lambda self, *args, **kwargs: None
+    check_rollout = log_episodes = log = evaluate = lambda self, *args, **kwargs: None
 
 
 def main(args: Args) -> Path | None:
@@ -354,6 +358,7 @@ def main(args: Args) -> Path | None:
         done=np.zeros((T, N), bool),
         value=np.zeros((T, N), np.float32),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // batch_size
     if world_size > 1:
@@ -365,9 +370,10 @@ def main(args: Args) -> Path | None:
             run.step = states[0]
             agent.load_state_dict(states[1])
             optimizer.load_state_dict(states[2])
+        seed = args.seed + run.step + rank * 2**32  # no other run, of whatever seed, has it
         if rank > 0:
-            torch.manual_seed(args.seed + run.step + rank)  # other actions and minibatches than the first process
-        obs, _ = envs.reset(seed=args.seed + run.step + rank)  # a resumed run begins new episodes
+            torch.manual_seed(seed)  # other actions and minibatches than the first process
+        obs, _ = envs.reset(seed=seed)  # a resumed run begins new episodes
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates
@@ -382,6 +388,8 @@ def main(args: Args) -> Path | None:
             code = torch.zeros(1, dtype=torch.int32, device=device)
             try:
                 run.log(metrics)
+                if run.evaluation_due:
+                    run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
             except SystemExit as stopped:  # a signal came, and the state is saved: the others are to end as well
                 code += stopped.code
             if world_size > 1:

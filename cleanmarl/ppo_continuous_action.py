@@ -14,19 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import make_gymnasium
+from cleanmarl.fast import compilable
+from cleanmarl.layers import as_numpy
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import make_gymnasium
-from cleanmarl.layers import as_numpy
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     env_id: str = "HalfCheetah-v5"
     """any Gymnasium id with Box or Discrete observations and Box actions"""
     total_timesteps: PositiveInt = 1_000_000
@@ -201,6 +203,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
     actor = as_numpy(agent.actor)
     noise = (agent.log_std.exp() * torch.randn(rollout.action.shape, device=device)).cpu().numpy()
     mean = np.empty_like(noise)  # (T, N, K)
+    raw_obs = np.zeros((args.num_steps + 1, *obs.shape))
     for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
         mean[t] = actor(rollout.obs[t])
@@ -211,6 +214,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
         agent.return_stats.update(agent.running_return)
         agent.running_return[rollout.done[t]] = 0
         rollout.reward[t] = agent.scale_reward(reward)
+        raw_obs[t + 1] = obs
         agent.obs_stats.update(obs)
         obs = agent.normalize_obs(obs)
         if "_episode" in info:
@@ -219,6 +223,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.from_numpy(agent.normalize_obs(info["final_obs"][n])).to(device)
                     rollout.reward[t, n] += args.gamma * agent.critic(final_obs).item()
+    run.check_rollout(rollout._replace(obs=raw_obs), obs)
     action, log_std = torch.from_numpy(rollout.action), agent.log_std.cpu()
     rollout.log_prob[:] = gaussian_log_prob(action, torch.from_numpy(mean), log_std)
     return obs
@@ -250,6 +255,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
+@compilable
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one minibatch, and its diagnostics by name."""
     log_ratio = gaussian_log_prob(batch.action, agent.actor(batch.obs), agent.log_std) - batch.log_prob
@@ -334,10 +340,11 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N), np.float32),
         done=np.zeros((T, N), bool),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        obs, _ = envs.reset(seed=args.seed + run.step)  # a resumed run begins new episodes
+        obs, _ = run.start(envs)
         agent.obs_stats.update(obs)
         obs = agent.normalize_obs(obs)
         for iteration in range(run.step // batch_size, num_updates):
@@ -352,6 +359,8 @@ def main(args: Args) -> Path:
             metrics = update(agent, optimizer, batch, clip_coef, args)
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -18,20 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import make_gymnasium
+from cleanmarl.envs.pool import EnvPool
+from cleanmarl.fast import compilable
+from cleanmarl.layers import as_numpy
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import Run
+
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import make_gymnasium
-from cleanmarl.envs.pool import EnvPool
-from cleanmarl.layers import as_numpy
-from cleanmarl.run import Run
-
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     env_id: str = "Cleaner-v0"
     """any envpool or Gymnasium id whose actions are vectors of integers: Cleaner-v0, JobShop-v0, RubiksCube-v0, ..."""
     total_timesteps: PositiveInt = 1_000_000
@@ -231,6 +233,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.as_tensor(info["final_obs"][n], dtype=torch.float32, device=device)
                     rollout.reward[t, n] += args.gamma * agent.critic(final_obs).item()
+    run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1).sum(-1)
     return obs
@@ -262,6 +265,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
 
 
+@compilable
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one minibatch, and its diagnostics by name."""
     log_probs = agent.actor(batch.obs).log_softmax(-1)  # (B, C, K)
@@ -348,10 +352,11 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N), np.float32),
         done=np.zeros((T, N), bool),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
-        obs, _ = envs.reset(seed=args.seed + run.step)  # a resumed run begins new episodes
+        obs, _ = run.start(envs)
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates
@@ -364,6 +369,8 @@ def main(args: Args) -> Path:
             metrics = update(agent, optimizer, batch, clip_coef, args)
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()

@@ -22,17 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.envs import EpisodeStatistics, env_seeds
+from cleanmarl.envs.pool import envpool_spec
+from cleanmarl.evaluate import evaluate
+from cleanmarl.fast import Bf16, compilable, use_bf16
+from cleanmarl.memory import check_rollout
+from cleanmarl.run import EVAL_SEED, Run
+
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 from gymnasium.vector import AutoresetMode
-
-from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
-from cleanmarl.envs import EpisodeStatistics, env_seeds
-from cleanmarl.envs.pool import envpool_spec
-from cleanmarl.evaluate import evaluate
-from cleanmarl.run import EVAL_SEED, Run
 
 GAMES = ("ConnectFour-v1", "TicTacToe-v1", "Othello-v1", "Hex-v1", "AnimalShogi-v1", "GardnerChess-v1", "Chess-v1")
 GAMES += ("Shogi-v1", "Go9x9-v1", "Go13x13-v1", "Go19x19-v1")
@@ -40,7 +42,7 @@ GAMES += ("ChineseGo9x9-v1", "ChineseGo13x13-v1", "ChineseGo19x19-v1")
 
 
 @dataclass
-class Args(RunArgs):
+class Args(OnPolicyArgs):
     eval_episodes: int = 200
     """games of the evaluation at the end, most probable moves against random ones; 0 for none"""
 
@@ -89,6 +91,8 @@ class Args(RunArgs):
     """updates between two matches, after which the agent joins its past selves; there is always one at the end"""
     match_games: PositiveInt = 100
     """games against each opponent in a match, with sampled moves"""
+    bf16: Bf16 = "off"
+    """convolutions in bfloat16: "auto" where the machine is made for it, a GPU or a CPU with AVX512-BF16 or AMX"""
 
 
 class Games(gym.vector.VectorEnv):
@@ -186,6 +190,8 @@ def random_policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """Games for player 0 against random moves, as they are evaluated and shown; UsageError for what is no such game."""
     message = f"this script needs a zero-sum two-player game of perfect information, and {args.env_id} is none of them"
+    own = args.env_id.removeprefix("pgx/")  # as ippo.py calls them
+    check(own == args.env_id or own not in GAMES, f"this script knows {args.env_id} as --env-id {own}")
     envpool_spec(args.env_id)  # its error names near ids
     check(args.env_id in GAMES, f"{message}: {', '.join(GAMES)}")
     return Against(Games(args.env_id, num_envs, **options), random_policy)
@@ -218,10 +224,14 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(128, self.num_actions), std=0.01)  # small: all moves about as likely at first
         self.critic = layer_init(nn.Linear(128, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # makes convolutions faster
+        self.bf16 = use_bf16(args)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         board, mask = obs[:, : -self.num_actions], obs[:, -self.num_actions :].bool()
-        hidden = self.network(board.unflatten(1, self.board_shape).permute(0, 3, 1, 2))
+        # bfloat16 may be rounded otherwise for N rows than for a minibatch: then the first ratio is 1 to two digits
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
+            hidden = self.network(board.unflatten(1, self.board_shape).permute(0, 3, 1, 2))
+        hidden = hidden.float()
         # detail aux-4: an illegal move has a logit of -1e8, and so no probability and no gradient
         return self.actor(hidden).masked_fill(~mask, -1e8), self.critic(hidden).squeeze(-1)
 
@@ -347,6 +357,7 @@ def collect(agent: Agent, past: Agent, envs: Games, seen: tuple, rollout: Rollou
         ended = rollout.done[t] & (np.arange(args.num_envs) < num_past)
         if ended.any():  # results against past selves; those against oneself say nothing
             run.log_episodes(info | {"_episode": ended})
+    run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
     return obs, info
@@ -380,6 +391,7 @@ def estimate(agent: Agent, rollout: Rollout, seen: tuple, args: Args) -> Batch:
     return Batch(obs, action, log_prob, advantage, return_, value)
 
 
+@compilable
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one minibatch, and its diagnostics by name."""
     logits, new_value = agent(batch.obs)
@@ -470,13 +482,14 @@ def main(args: Args) -> Path:
         learns=np.zeros((T, N), bool),
         value=np.zeros((T, N), np.float32),
     )
+    check_rollout(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer, pool=pool) as run:
         if not pool.agents:  # the first past self has learned nothing
             run.write(metrics := match(agent, past, pool, args.seed + EVAL_SEED, args))
             pool.add(agent, metrics["eval/elo"], args)
-        seen = envs.reset(seed=args.seed + run.step)  # a resumed run begins new games
+        seen = run.start(envs)
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates
@@ -493,6 +506,8 @@ def main(args: Args) -> Path:
                 run.write(result := match(agent, past, pool, args.seed + EVAL_SEED + run.step, args))
                 pool.add(agent, result["eval/elo"], args)
             run.log(metrics)
+            if run.evaluation_due:
+                run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
         run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
     envs.close()
