@@ -24,7 +24,7 @@ for task in 3m 2s3z 3s5z; do
     run mappo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
     run ippo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4 --cell gru
     run coma --num-steps 50  # its actor takes one step a rollout, and has no memory
-    $PYTHON benchmark/plot.py "runs/coppo_lstm_$task" --tag rollout/battle_won \
+    $PYTHON benchmark/report.py "runs/coppo_lstm_$task" --tag rollout/battle_won \
         --out "docs/results/coppo_lstm_smax_$task" --command benchmark/coppo.sh \
         --note "the settings of the paper's appendix C.2 with Adam, $epochs epochs; COMA with its own"
 done

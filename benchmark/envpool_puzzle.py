@@ -10,11 +10,11 @@ CleanRL's ppo_atari_envpool.py logs beside those of the games. docs/algorithms/p
 import math
 from dataclasses import dataclass
 
+from cleanmarl.ppo_atari_envpool import gae
+
 import envpool
 import numpy as np
 import tyro
-
-from cleanmarl.ppo_atari_envpool import gae
 
 
 @dataclass

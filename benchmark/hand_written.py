@@ -1,19 +1,20 @@
-"""How good it can get on simple_speaker_listener: the returns of a hand-written listener, with and without the goal.
+"""How good it can get on simple_speaker_listener and simple_spread: the returns of hand-written agents.
 
     python benchmark/hand_written.py
 
-The listener plans its way to the goal: of all sequences of five actions, the one that keeps it nearest over eight steps
-of mpe2's physics. It plans no further, so the best return is a little higher. Who is not told the goal goes to the
-middle of the three: what a pair can reach whose speaker says nothing.
+An agent plans its way to a goal: of all sequences of five actions, the one that keeps it nearest over eight steps of
+mpe2's physics. It plans no further and avoids nobody, so the best return is a little higher. A listener that is not
+told the goal goes to the middle of the three: what a pair can reach whose speaker says nothing. In simple_spread the
+agents divide the landmarks among them at the start, such that their ways are shortest in all.
 """
 
 import itertools
 from dataclasses import dataclass
 
+from cleanmarl.envs import make
+
 import numpy as np
 import tyro
-
-from cleanmarl.envs import make
 
 ACTIONS = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]]) * 5.0  # forces: nothing, left, right, down, up
 DAMPING, DT = 0.75, 0.1
@@ -56,8 +57,26 @@ def play(args: Args, told: bool) -> np.ndarray:
     return info["episode"]["r"].sum(1)
 
 
+def play_spread(args: Args) -> np.ndarray:
+    """The team's returns (N,) on simple_spread, each agent on its way to a landmark of its own."""
+    envs = make("mpe/simple_spread_v3", args.num_episodes)
+    obs, info = envs.reset(seed=args.seed)
+    divisions = np.array(list(itertools.permutations(range(3))))  # (6, A): which landmark each agent takes
+    ways = obs[:, :, 4:10].reshape(-1, 3, 3, 2)  # (N, A, landmarks, 2)
+    distance = np.linalg.norm(ways, axis=-1)
+    goal = divisions[distance[:, np.arange(3), divisions].sum(-1).argmin(1)]  # (N, A)
+    done = np.zeros(args.num_episodes, bool)
+    while not done.all():
+        ways = obs[:, :, 4:10].reshape(-1, 3, 3, 2)
+        way = np.take_along_axis(ways, goal[:, :, None, None], axis=2)[:, :, 0]  # (N, A, 2)
+        action = np.stack([plan(obs[:, i, :2], way[:, i]) for i in range(3)], axis=1)
+        obs, _, termination, truncation, info = envs.step(action)
+        done = termination | truncation  # at the same step everywhere
+    return info["episode"]["r"].sum(1)
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    for name, told in (("told the goal", True), ("not told", False)):
-        returns = play(args, told)
+    scores = {"listener, told the goal": play(args, True), "listener, not told": play(args, False)}
+    for name, returns in (scores | {"spread": play_spread(args)}).items():
         print(f"{name}: {returns.mean():.1f} +- {returns.std() / len(returns) ** 0.5:.1f} for the team")

@@ -24,30 +24,27 @@ for flags in "" --normalize-reward; do
     $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_multienvs_foraging -- --total-timesteps 400000 $flags
 done
-$PYTHON benchmark/plot.py runs/maddpg_multienvs_foraging --group-by normalize_reward \
-    --out docs/results/maddpg_multienvs_foraging --line random=0.003 \
+$PYTHON benchmark/report.py runs/maddpg_multienvs_foraging \
+    --out docs/results/maddpg_multienvs_foraging \
     --note "the defaults with and without \`--normalize-reward\`" --command benchmark/maddpg.sh
-$PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_spread_v3 --out docs/results/maddpg_multienvs_simple_spread \
-    --line random=-79.3 "CleanMARL (200k steps)=-68.7" \
+$PYTHON benchmark/report.py runs/maddpg_multienvs_simple_spread_v3 --out docs/results/maddpg_multienvs_simple_spread \
     --note "the defaults" --command benchmark/maddpg.sh
-$PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_speaker_listener_v4 \
-    --out docs/results/maddpg_multienvs_simple_speaker_listener --line random=-79.5 \
+$PYTHON benchmark/report.py runs/maddpg_multienvs_simple_speaker_listener_v4 \
+    --out docs/results/maddpg_multienvs_simple_speaker_listener \
     --note "the defaults" --command benchmark/maddpg.sh
-$PYTHON benchmark/plot.py runs/maddpg_multienvs_listener_long --out docs/results/maddpg_multienvs_listener_long \
-    --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5" \
+$PYTHON benchmark/report.py runs/maddpg_multienvs_listener_long --out docs/results/maddpg_multienvs_listener_long \
     --note "the defaults" --command benchmark/maddpg.sh
-$PYTHON benchmark/plot.py runs/maddpg_simple_spread --out docs/results/maddpg_simple_spread \
-    --line mpe/simple_spread_v3:random=-79.3 "mpe/simple_spread_v3?continuous_actions=True:random=-75.5" \
+$PYTHON benchmark/report.py runs/maddpg_simple_spread --out docs/results/maddpg_simple_spread \
     --note "the defaults of each script" --command benchmark/maddpg.sh
-$PYTHON benchmark/plot.py runs/maddpg_multienvs_simple_adversary_v3 --tag eval/ep_reward_agent_1 \
-    --out docs/results/maddpg_multienvs_simple_adversary --line random=7.5 \
+$PYTHON benchmark/report.py runs/maddpg_multienvs_simple_adversary_v3 --tag eval/ep_reward_agent_1 \
+    --out docs/results/maddpg_multienvs_simple_adversary \
     --note "the defaults; the curve is an agent of the pair in evaluations, the table the sum of all three agents" --command benchmark/maddpg.sh
 
 # SMAClite, if it is there (docs/environments.md): about 100 steps a second
 if $PYTHON -c "import smaclite" 2>/dev/null; then
     $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
         --env-ids smaclite/3m --runs-dir runs/maddpg_multienvs_smaclite_3m -- --total-timesteps 40000
-    $PYTHON benchmark/plot.py runs/maddpg_multienvs_smaclite_3m --tag rollout/battle_won \
+    $PYTHON benchmark/report.py runs/maddpg_multienvs_smaclite_3m --tag rollout/battle_won \
         --out docs/results/maddpg_multienvs_smaclite_3m \
         --note "the defaults" --command benchmark/maddpg.sh
 fi

@@ -9,7 +9,7 @@ run() {  # script, number of seeds, id of the environment, folder of the runs, f
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
         --env-ids "$3" --runs-dir "$4" -- "${@:5}"
 }
-plot() { $PYTHON benchmark/plot.py "runs/mappo_$1" --out "docs/results/mappo_$1" --command benchmark/mappo.sh "${@:2}"; }
+plot() { $PYTHON benchmark/report.py "runs/mappo_$1" --out "docs/results/mappo_$1" --command benchmark/mappo.sh "${@:2}"; }
 
 # the defaults of each script and one budget; returns are summed over the agents
 for script in ippo mappo coppo; do
@@ -19,6 +19,11 @@ for script in ippo mappo coppo; do
     # episodes of 50 steps whose only reward is at their end: smaller rollouts and a higher discount
     run $script 5 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging --total-timesteps 400000 --num-envs 32 --num-steps 50 --gamma 0.99
 done
+# until the curves are flat
+for script in ippo mappo coppo; do
+    run $script 3 mpe/simple_spread_v3 runs/mappo_spread_long --total-timesteps 5000000
+    run $script 3 mpe/simple_speaker_listener_v4 runs/mappo_listener_long --total-timesteps 2000000
+done
 # predators and prey have nothing in common to share; the curve is that of a predator
 for script in ippo mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
@@ -27,7 +32,7 @@ done
 for script in mappo coppo; do
     run $script 5 mpe/simple_speaker_listener_v4 runs/mappo_relu --total-timesteps 400000 --activation relu
 done
-plot relu --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5" \
+plot relu \
     --note "the defaults with \`--activation relu\`"
 # what the centralised critic is worth: IPPO with all of MAPPO's settings that it has
 same=(--total-timesteps 400000 --share-parameters --gamma 0.95 --num-envs 128 --num-steps 25 --num-minibatches 4 --update-epochs 10
@@ -35,18 +40,22 @@ same=(--total-timesteps 400000 --share-parameters --gamma 0.95 --num-envs 128 --
 for task in simple_spread_v3 simple_speaker_listener_v4; do
     run ippo_per_agent 5 mpe/$task runs/ippo_like_mappo "${same[@]}"
 done
-$PYTHON benchmark/plot.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__mappo__* runs/mappo_simple_speaker_listener_v4/*__mappo__* \
-    --out docs/results/mappo_critic --line random=-79.4 \
+$PYTHON benchmark/report.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__mappo__* runs/mappo_simple_speaker_listener_v4/*__mappo__* \
+    --out docs/results/mappo_critic \
     --note "IPPO with all settings of MAPPO that it has, MAPPO with its defaults: they differ in the critic" --command benchmark/mappo.sh
-plot simple_spread_v3 --line random=-79.3 \
+plot spread_long \
     --note "the defaults of each script"
-plot simple_speaker_listener_v4 --line random=-79.5 \
+plot listener_long \
     --note "the defaults of each script"
-plot simple_reference_v3 --line random=-56.5 \
+plot simple_spread_v3 \
     --note "the defaults of each script"
-plot simple_tag_v3 --tag rollout/ep_reward_agent_0 --line random=4.3 \
+plot simple_speaker_listener_v4 \
+    --note "the defaults of each script"
+plot simple_reference_v3 \
+    --note "the defaults of each script"
+plot simple_tag_v3 --tag rollout/ep_reward_agent_0 \
     --note "networks of their own for all agents (\`--no-share-parameters\`); the curve is a predator, the table the sum of all agents"
-plot foraging --line random=0 best=1 \
+plot foraging \
     --note "32 environments, rollouts of 50 steps, discount 0.99"
 
 # recurrent; coppo_lstm with rollouts of the others' size, its default of 8 x 400 steps is for StarCraft
@@ -62,15 +71,15 @@ recurrent 3 mpe/simple_spread_v3 runs/mappo_lstm_spread
 recurrent 3 mpe/simple_reference_v3 runs/mappo_lstm_reference
 recurrent 3 mpe/simple_tag_v3 runs/mappo_lstm_tag --no-share-parameters
 recurrent 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_lstm_foraging --num-envs 32 --num-steps 50 --gamma 0.99
-plot lstm_listener --line random=-79.5 "silent speaker=-30.4" "best by hand=-14.5" \
+plot lstm_listener \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
-plot lstm_spread --line random=-79.3 \
+plot lstm_spread \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
-plot lstm_reference --line random=-56.5 \
+plot lstm_reference \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
-plot lstm_tag --tag rollout/ep_reward_agent_0 --line random=4.3 \
+plot lstm_tag --tag rollout/ep_reward_agent_0 \
     --note "networks of their own for all agents (\`--no-share-parameters\`); the curve is a predator, the table the sum of all agents"
-plot lstm_foraging --line random=0 best=1 \
+plot lstm_foraging \
     --note "32 environments, rollouts of 50 steps, discount 0.99"
 
 # continuous actions; multiwalker's episodes are long and end by a fall: a higher discount, rollouts of 200 steps
@@ -80,9 +89,9 @@ for script in ippo_continuous_action mappo_continuous_action; do
     run $script 3 pz/sisl/multiwalker_v9 runs/mappo_continuous_action_multiwalker --total-timesteps 400000 \
         --num-envs 16 --num-steps 200 --gamma 0.99
 done
-plot continuous_action_spread --line random=-75.5 \
+plot continuous_action_spread \
     --note "the defaults of each script"
-plot continuous_action_multiwalker --line random=-307 \
+plot continuous_action_multiwalker \
     --note "16 environments, rollouts of 200 steps, discount 0.99"
 
 # SMAClite, if it is there (docs/environments.md): 100 steps a second; the settings of CleanMARL's MAPPO

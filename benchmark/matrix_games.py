@@ -30,15 +30,15 @@ import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 
+from cleanmarl import coma, coppo_matrix
+from cleanmarl.envs import MultiAgentVectorEnv, make
+from cleanmarl.layers import Networks, StackedLinear
+
 import numpy as np
 import redraw
 import torch
 import tyro
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from cleanmarl import coma, coppo_matrix
-from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import Networks, StackedLinear
 
 PLAYS = 20  # per update
 EPOCHS = 8
@@ -51,7 +51,7 @@ COMMON = {
     "num_envs": PLAYS,
     "num_steps": 1,
     "share_parameters": False,
-    "hidden_dim": 18,
+    "actor_hidden_dim": 18,
     "critic_hidden_dim": 72,
     "learning_rate": 5e-4,
     "critic_learning_rate": 5e-4,
@@ -219,6 +219,13 @@ class Recorder:
         self.variances.append((self.square / unbias - (self.mean / unbias) ** 2).sum((0, 2)).numpy())
 
 
+class NoRun:
+    """In the place of a run: there are no episodes to log, and the rewards are those of a table."""
+
+    def check_rollout(self, rollout, next_obs) -> None:
+        pass
+
+
 def train(job) -> str:
     """One variant on one game with all its seeds, recorded in its file: what `main` of the script does, for teams."""
     game, variant, seeds, path = job
@@ -240,7 +247,7 @@ def train(job) -> str:
     for iteration in range(args.total_timesteps // PLAYS):
         progress = min(iteration * PLAYS / args.epsilon_timesteps, 1)
         agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
-        now = script.collect(agent, envs, now, rollout, args, None)
+        now = script.collect(agent, envs, now, rollout, args, NoRun())
         batch = script.estimate(agent, rollout, *now, args)
         rewards.append(split(rollout.reward[0])[:, 0].reshape(PLAYS, -1).mean(0))
         recorder.begin_update(rollout)

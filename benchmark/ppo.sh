@@ -7,45 +7,43 @@ PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 # classic control: our defaults are the write-up's hyper-parameters
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/ppo_cartpole
-$PYTHON benchmark/plot.py runs/ppo_cartpole --out docs/results/ppo_cartpole --line random=22 \
+$PYTHON benchmark/report.py runs/ppo_cartpole --out docs/results/ppo_cartpole \
     --note "the defaults" --command benchmark/ppo.sh
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids Acrobot-v1 LunarLander-v3 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/ppo_classic_control
-$PYTHON benchmark/plot.py runs/ppo_classic_control --out docs/results/ppo_classic_control \
-    --line Acrobot-v1:random=-499.95 LunarLander-v3:random=-186.1 \
+$PYTHON benchmark/report.py runs/ppo_classic_control --out docs/results/ppo_classic_control \
     --note "the defaults" --command benchmark/ppo.sh
 
 # one network for policy and value beside two: same flags as ppo.py
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/ppo_shared -- --total-timesteps 500000
-$PYTHON benchmark/plot.py runs/ppo_shared --out docs/results/ppo_shared_cartpole --line random=22 \
+$PYTHON benchmark/report.py runs/ppo_shared --out docs/results/ppo_shared_cartpole \
     --note "the defaults" --command benchmark/ppo.sh
 
 # the write-up's MuJoCo table, 1M steps (there: v2 environments)
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_continuous_action.py" \
     --env-ids HalfCheetah-v5 Walker2d-v5 Hopper-v5 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_continuous_action -- --total-timesteps 1000000
-plot() {  # environment, end of the figure's name, lines
-    $PYTHON benchmark/plot.py runs/ppo_continuous_action/"$1"__* --out "docs/results/ppo_continuous_action_$2" --line "${@:3}" \
+plot() {  # environment, end of the figure's name
+    $PYTHON benchmark/report.py runs/ppo_continuous_action/"$1"__* --out "docs/results/ppo_continuous_action_$2" \
         --note "the defaults" --command benchmark/ppo.sh
 }
-plot HalfCheetah-v5 halfcheetah random=-280 "write-up, v2=2148"
-plot Walker2d-v5 walker2d random=1.5 "write-up, v2=3142"
-plot Hopper-v5 hopper random=18 "write-up, v2=2448"
+plot HalfCheetah-v5 halfcheetah
+plot Walker2d-v5 walker2d
+plot Hopper-v5 hopper
 
 # with and without masks on the same task; returns of the sampled policy (the greedy one walks in circles)
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete.py" --env-ids Cleaner-v0 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_multidiscrete -- --total-timesteps 1000000
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_multidiscrete_mask.py" --env-ids Cleaner-v0 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_multidiscrete -- --total-timesteps 1000000
-$PYTHON benchmark/plot.py runs/ppo_multidiscrete --out docs/results/ppo_multidiscrete_cleaner \
-    --line random=0.5 \
+$PYTHON benchmark/report.py runs/ppo_multidiscrete --out docs/results/ppo_multidiscrete_cleaner \
     --note "the defaults of each script" --command benchmark/ppo.sh
 
 # Connect Four against itself: the curve is the Elo of the matches
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids ConnectFour-v1 --num-seeds 1 \
     --workers "$WORKERS" --runs-dir runs/ppo_selfplay
-$PYTHON benchmark/plot.py runs/ppo_selfplay --tag eval/elo --out docs/results/ppo_selfplay_elo --line random=0 \
+$PYTHON benchmark/report.py runs/ppo_selfplay --tag eval/elo --out docs/results/ppo_selfplay_elo \
     --note "the defaults; 0 is the uniformly random player. The table has the mean results (+1 won, -1 lost) against past selves in training and against random moves at the end" --command benchmark/ppo.sh
 
 # days on two cores; a run goes on from its checkpoint if it is started again. Pong: the settings of CleanRL's "Pong in 5 minutes"
@@ -55,10 +53,9 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 1 \
     --workers 1 --runs-dir runs/ppo_atari_envpool_breakout -- \
     --total-timesteps 1000000 --clip-coef 0.2 --num-envs 16 --num-minibatches 8 --update-epochs 3
-$PYTHON benchmark/plot.py runs/ppo_atari_envpool_pong --unfinished --out docs/results/ppo_atari_envpool_pong \
-    --line random=-20.7 "write-up, 10M=20.6" \
-    --note "the settings of CleanRL's \"Pong in 5 minutes\"; stopped after 2,783,232 of 4,000,000 steps" --command benchmark/ppo.sh
-$PYTHON benchmark/plot.py runs/ppo_atari_envpool_breakout --out docs/results/ppo_atari_envpool_breakout --line random=1.2 \
+$PYTHON benchmark/report.py runs/ppo_atari_envpool_pong --unfinished --out docs/results/ppo_atari_envpool_pong \
+    --note "the settings of CleanRL's \"Pong in 5 minutes\"" --command benchmark/ppo.sh
+$PYTHON benchmark/report.py runs/ppo_atari_envpool_breakout --out docs/results/ppo_atari_envpool_breakout \
     --note "the settings of CleanRL's \"Pong in 5 minutes\", for 1,000,000 steps" --command benchmark/ppo.sh
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_atari_envpool
@@ -68,5 +65,5 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_lstm.py" --env-id
     --workers "$WORKERS" --runs-dir runs/ppo_atari_lstm
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_procgen.py" --env-ids StarpilotEasy-v0 --num-seeds 1 \
     --workers 1 --runs-dir runs/ppo_procgen_starpilot -- --total-timesteps 1000000
-$PYTHON benchmark/plot.py runs/ppo_procgen_starpilot --out docs/results/ppo_procgen_starpilot --line random=1.55 \
+$PYTHON benchmark/report.py runs/ppo_procgen_starpilot --out docs/results/ppo_procgen_starpilot \
     --note "the defaults" --command benchmark/ppo.sh

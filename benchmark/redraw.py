@@ -2,7 +2,7 @@
 
     python benchmark/redraw.py
 
-The same bytes come out each time. Learning curves are drawn by plot.py; the other figures are below.
+The same bytes come out each time. Learning curves and report.html are made by report.py; the other figures are below.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import tyro
-from plot import redraw, save, write_page
+from report import redraw, save, write_html, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 GAMES = {  # panel of the figure of the other games -> its place
@@ -78,9 +78,14 @@ def mappo_agents(out: Path) -> None:
     write_page(out, caption, markdown(cells, 0))
 
 
+def read_all(folder: Path, *names: str, **options) -> pd.DataFrame:
+    """The rows of those of the files that exist."""
+    return pd.concat([pd.read_csv(folder / name, **options) for name in names if (folder / name).exists()])
+
+
 def coppo_matrix(results: Path) -> None:
-    """The figures of the matrix games, from what benchmark/matrix_games.py wrote."""
-    curves = pd.read_csv(results / "data" / "coppo_matrix.csv")
+    """The figures of the matrix games, from what benchmark/matrix_games.py and qtran_matrix.py wrote."""
+    curves = read_all(results / "data", "coppo_matrix.csv", "coppo_matrix_opponents.csv")
     plt.rcParams.update({"font.size": 8})
 
     def draw(axis, panel: str, **axis_settings) -> None:
@@ -117,9 +122,40 @@ def coppo_matrix(results: Path) -> None:
     plt.rcdefaults()
 
 
+def qtran_matrix(out: Path) -> None:
+    """Tables of joint values, from what benchmark/qtran_matrix.py wrote."""
+    data = pd.read_csv(out.parent / "data" / "qtran_matrix.csv")
+    labels = {("VDN", "joint"): "VDN", ("QMIX", "joint"): "QMIX"}
+    labels |= {("QTRAN", "joint"): "QTRAN, joint value", ("QTRAN", "sum"): "QTRAN, sum and state's value"}
+    panels = {"reward": pd.DataFrame([[8, -12, -12], [-12, 0, 0], [-12, 0, 0]], dtype=float)}
+    rows = []
+    for (script, table), label in labels.items():
+        learned = data[(data.script == script) & (data.table == table)]
+        panels[label] = learned.pivot(index="row", columns="column", values="mean")
+        found = f"{learned['best found'].iloc[0]} of {learned.runs.iloc[0]}"
+        rows.append([label, *(f"{x:.2f} ({d:.2f})" for x, d in zip(learned["mean"], learned["std"])), found])
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 2.5), layout="constrained")
+    for axis, (label, values) in zip(axes, panels.items()):
+        axis.pcolormesh(values, cmap="coolwarm", vmin=-12, vmax=12)  # imshow: bytes of the machine
+        for row, column in [(i, j) for i in range(3) for j in range(3)]:
+            axis.text(column + 0.5, row + 0.5, f"{values.iloc[row, column]:.1f}", ha="center", va="center", fontsize=9)
+        axis.set(title=label, xticks=[0.5, 1.5, 2.5], yticks=[0.5, 1.5, 2.5], ylim=(3, 0), aspect="equal")
+        axis.set(xticklabels=range(3), yticklabels=range(3))
+        axis.title.set_fontsize(9)
+    save(figure, out)
+    caption = (
+        "The matrix game of QTRAN's paper, `matrix/qtran`, with full exploration (20,000 plays): what joint actions "
+        f"are worth, and what was learned of them, means of {data.runs.iloc[0]} runs; in the table with the deviation "
+        "between runs, and in how many of them the agents' best actions are the best joint action. Rows are the first "
+        "agent's actions. Command: `benchmark/baselines.sh`.\n"
+    )
+    cells = [f"{i}, {j}" for i in range(3) for j in range(3)]
+    write_page(out, caption, markdown(pd.DataFrame(rows, columns=["", *cells, "best found"]), 1))
+
+
 def finish_games(figure, out: Path, title: str) -> None:
     save(figure, out)
-    rows = pd.read_csv(out.parent / "data" / "coppo_matrix_final.csv", dtype=str)
+    rows = read_all(out.parent / "data", "coppo_matrix_final.csv", "coppo_matrix_opponents_final.csv", dtype=str)
     rows = rows[rows.figure == out.name].drop(columns="figure")
     caption = (
         f"{title}: means of {rows.runs.iloc[0]} runs with their 95 % bootstrap intervals; solved: the mean of the last "
@@ -131,9 +167,11 @@ def finish_games(figure, out: Path, title: str) -> None:
 def main(args: Args) -> None:
     for name in json.loads((args.results / "data" / "figures.json").read_text()):
         redraw(args.results / name)
+    write_html(args.results)
     impala_speed(args.results / "impala_speed")
     mappo_agents(args.results / "mappo_agents")
     coppo_matrix(args.results)
+    qtran_matrix(args.results / "qtran_matrix")
     for script in sorted((args.results.parent / "figures").glob("*.py")):
         runpy.run_path(str(script), run_name="__main__")
 

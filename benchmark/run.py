@@ -5,9 +5,16 @@
 
 Everything after ` -- ` goes to every trial. A trial is its command line: the same command, environment, seed and flags
 are the same trial. A finished one (its run folder has done.json) is skipped, an interrupted one (it has checkpoint.pt)
-continues with --resume, any other starts anew. `RUNS_DIR/manifest.json` says of every trial what ran, when, where, at
-which commit, and how it ended; its output is appended to a file in `RUNS_DIR/logs`. Exit status 0 means all finished.
-SIGINT and SIGTERM are passed on to the trials as SIGTERM, so that they save; a second one makes them stop at once.
+continues with --resume, any other starts anew; one that fails is tried once more, and one that another program runs is
+waited for. `RUNS_DIR/manifest.json` says of every trial what ran, when, where, at which commit, what it took and how it
+ended; its output is appended to a file in `RUNS_DIR/logs`. Exit status 0 means all finished. SIGINT and SIGTERM are
+passed on to the trials as SIGTERM, so that they save; a second one makes them stop at once.
+
+The same grid on several machines that share the folder, each with this Python at the same path:
+
+    --backend ray --address HOST:6379   tasks of one CPU each on a Ray cluster that is there
+    --backend slurm                     writes RUNS_DIR/grid.sbatch, an array job of what is missing, and submits it;
+                                        sbatch reads SBATCH_PARTITION, SBATCH_TIMELIMIT, SBATCH_ACCOUNT
 """
 
 import fcntl
@@ -21,13 +28,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, Literal
 
 import tyro
 from speed import machine, to_argv  # benchmark/speed.py
+
+TRIES = 2  # of a trial that fails
+MISUSED = 2  # exit status of a script that cannot run as it was asked to: another try would end like it
+PACKAGES = ("cleanmarl", "numpy", "torch", "gymnasium", "envpool", "pettingzoo", "mpe2")
+SBATCH = """#!/bin/bash
+#SBATCH --job-name=cleanmarl
+#SBATCH --array={array}%{workers}
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=1
+#SBATCH --output={output}
+cd {folder}
+exec {command}
+"""
 
 
 @dataclass
@@ -42,6 +66,12 @@ class Args:
     """trials at a time, each with OMP_NUM_THREADS=1"""
     runs_dir: Path = Path("runs")
     """where the run folders, the manifest and the logs go"""
+    backend: Literal["local", "ray", "slurm"] = "local"
+    """where trials run: processes of this machine, tasks of a Ray cluster, or a Slurm array job"""
+    address: str = "auto"
+    """of the Ray cluster, HOST:PORT; auto: the one that this machine belongs to"""
+    index: int | None = None
+    """run this trial of the grid only, counted from 0"""
 
 
 def git_commit() -> str | None:
@@ -51,12 +81,21 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that the results depend on, as far as they are installed."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
 def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 class Trial:
-    """One command line, its log and its run folder."""
+    """One command line, its log, its run folder and its entry in the manifest."""
 
     def __init__(self, command: str, env_id: str, seed: int, flags: list[str], runs_dir: Path):
         self.about = {"command": command, "env_id": env_id, "seed": seed, "flags": flags}
@@ -65,10 +104,15 @@ class Trial:
         digest = hashlib.sha256(self.key.encode()).hexdigest()[:8]  # flags differ, names do not
         self.log = runs_dir / "logs" / f"{env_id.replace('/', '-')}__{seed}__{digest}.txt"
 
+    def __str__(self) -> str:
+        return f"{self.about['env_id']} seed {self.about['seed']}"
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
     def folder(self) -> Path | None:
         """The run folder that the trial named last; its log knows it even if this program was killed."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        found = re.findall(r"^run folder: (.+?)(?: \(resumed at step [\d,]+\))?$", text, re.MULTILINE)
+        found = re.findall(r"^run folder: (.+?)(?: \(resumed at step [\d,]+\))?$", self.output(), re.MULTILINE)
         return Path(found[-1]) if found else None
 
     def state(self) -> str:
@@ -78,33 +122,231 @@ class Trial:
             return "finished"
         return "interrupted" if folder is not None and (folder / "checkpoint.pt").exists() else "new"
 
-    def start(self) -> None:
-        """Start or resume the process; BlockingIOError if the trial is running already, from whichever program."""
+    def progress(self) -> float:
+        """The share of the trial that is done, by the last line of progress in its log."""
+        shares = re.findall(r"^step .*?(\d+)%", self.output(), re.MULTILINE)
+        return int(shares[-1]) / 100 if shares else 0.0
+
+    def tail(self) -> str:
+        return "".join(f"    {line}\n" for line in self.output().splitlines()[-5:])
+
+    def run(self, stops: Callable[[], int] = lambda: 0) -> str:
+        """Run or resume it to its end, a second time if it fails; returns finished | interrupted | failed.
+
+        `stops()` is how often it was asked to stop; each time the process gets a SIGTERM. Waits while another program
+        runs the trial, and returns "finished" without a process if there is nothing to do.
+        """
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as log:
+            is_told = False
+            while not lock(log):
+                if stops():
+                    return "interrupted"
+                if not is_told:
+                    print(f"{self}: another program runs it, which is waited for: {self.log}", flush=True)
+                    is_told = True
+                time.sleep(0.1)
+            before = read_manifest(self.runs_dir).get(self.key, {}).get("tries", [])
+            status, tries = self.state(), 0
+            while status != "finished" and tries < TRIES and not stops():
+                entry = {**self.about, "start": now(), "status": "running", "log": str(self.log)}
+                entry |= {"git_commit": git_commit(), "machine": machine(), "versions": versions()}
+                write_manifest(self.runs_dir, self.key, {**entry, "tries": before})
+                tries, attempt = tries + 1, self._attempt(log, stops)
+                finished = attempt["exit_status"] == 0 and self.state() == "finished"
+                status = "finished" if finished else "interrupted" if stops() else "failed"
+                before = [*before, attempt]
+                seconds = {key: round(sum(t[key] for t in before), 2) for key in ("wall_seconds", "cpu_seconds")}
+                entry |= {"end": now(), "status": status, "exit_status": attempt["exit_status"], **seconds}
+                entry |= {"run_folder": str(self.folder()), "tries": before}
+                write_manifest(self.runs_dir, self.key, entry)
+                if attempt["exit_status"] == MISUSED:
+                    break
+        return status if status in ("finished", "failed") else "interrupted"
+
+    def _attempt(self, log: Any, stops: Callable[[], int]) -> dict[str, Any]:
+        """One process, to its end: when it began, its seconds of wall and CPU time (with its children's), its exit."""
         argv = [*to_argv(self.key), "--runs-dir", str(self.runs_dir)]
         if self.state() == "interrupted":
             argv = [*to_argv(self.command), "--resume", str(self.folder())]
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a") as log:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the trial inherits the lock with its output
-            print(f"$ {shlex.join(argv)}", file=log, flush=True)
-            self.begin = time.time()
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            # In a session of its own Ctrl-C reaches it once, through us, and not twice.
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, start_new_session=True)
+        print(f"$ {shlex.join(argv)}", file=log, flush=True)
+        begin, asked, pid = time.time(), 0, 0
+        # It inherits the lock with its output. In a session of its own Ctrl-C reaches it once, through us, not twice.
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, start_new_session=True)
+        while pid == 0:
+            if stops() > asked:
+                asked += 1
+                os.kill(process.pid, signal.SIGTERM)
+            time.sleep(0.05)
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        return {
+            "start": begin,  # seconds since 1970, as in the event files
+            "wall_seconds": round(time.time() - begin, 2),
+            "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+            "exit_status": process.returncode,
+        }
 
-    def tail(self) -> str:
-        return "".join(f"    {line}\n" for line in self.log.read_text(errors="replace").splitlines()[-5:])
+
+def lock(file: Any) -> bool:
+    """Lock a file until it is closed here and in whoever inherits it; False if another program holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read_manifest(runs_dir: Path) -> dict[str, dict]:
+    path = runs_dir / "manifest.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def write_manifest(runs_dir: Path, key: str, entry: dict) -> None:
     """Set one trial's entry in runs_dir/manifest.json, under a lock and by renaming: no reader sees half a file."""
     path = runs_dir / "manifest.json"
-    with (runs_dir / "manifest.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        entries = json.loads(path.read_text()) if path.exists() else {}
-        entries[key] = entry
+    with (runs_dir / "manifest.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        entries = read_manifest(runs_dir) | {key: entry}
         path.with_suffix(".tmp").write_text(json.dumps(entries, indent=2))
         path.with_suffix(".tmp").replace(path)
+
+
+class Progress:
+    """One line for the whole grid. On a terminal it stays in its place; elsewhere it follows each trial that ends."""
+
+    def __init__(self, trials: list[Trial]):
+        self.trials, self.begin, self.is_terminal = trials, time.time(), sys.stdout.isatty()
+        self.outcomes: dict[str, str] = {}  # key of a trial -> how it ended
+        self.skipped, self.shown = 0, 0.0
+
+    def ended(self, trial: Trial, outcome: str, seconds: float) -> None:
+        self.outcomes[trial.key] = outcome
+        text = f"{trial}: {outcome} after {timedelta(seconds=round(seconds))}, {trial.folder()}"
+        if not self.is_terminal or outcome == "failed":
+            print(f"{self._clear()}{text} | {self.line()}", flush=True)
+        if outcome == "failed":
+            print(f"    the end of {trial.log}:\n{trial.tail()}", end="", flush=True)
+
+    def show(self) -> None:
+        if self.is_terminal and time.time() - self.shown > 1:
+            self.shown = time.time()
+            print(f"{self._clear()}{self.line()}", end="", flush=True)
+
+    def line(self) -> str:
+        manifest = read_manifest(self.trials[0].runs_dir)
+        begin = datetime.fromtimestamp(self.begin - 1).astimezone().isoformat(timespec="seconds")
+        open_trials = [trial for trial in self.trials if trial.key not in self.outcomes]
+        of_now = {key for key, entry in manifest.items() if entry["status"] == "running" and entry["start"] >= begin}
+        running = [trial for trial in open_trials if trial.key in of_now]
+        ended = list(self.outcomes.values())
+        counts = f"{ended.count('finished')} of {len(self.trials)} done, {len(running)} running"
+        work_done = len(ended) - self.skipped + sum(trial.progress() for trial in running)
+        left = (time.time() - self.begin) * (len(self.trials) - self.skipped - work_done) / max(work_done, 1e-9)
+        eta = f", ETA {timedelta(seconds=round(left))}" if work_done > 0 else ""
+        return f"{counts}, {ended.count('failed')} failed{eta}"
+
+    def _clear(self) -> str:
+        return "\r\x1b[K" if self.is_terminal else ""
+
+
+def argv_of(args: Args, flags: list[str], index: str) -> list[str]:
+    """This program's command line for one trial of the grid."""
+    argv = [sys.executable, str(Path(__file__).resolve()), "--command", args.command, "--env-ids", *args.env_ids]
+    argv += ["--num-seeds", str(args.num_seeds), "--runs-dir", str(args.runs_dir.absolute()), "--index", index]
+    return [*argv, "--", *flags]
+
+
+@contextmanager
+def local(args: Args, flags: list[str], stops: Callable[[], int]) -> Iterator[Callable[[int, Trial], Future]]:
+    """Trials are processes of this machine."""
+    with ThreadPoolExecutor(args.workers) as pool:
+        yield lambda index, trial: pool.submit(trial.run, stops)
+
+
+@contextmanager
+def on_ray(args: Args, flags: list[str], stops: Callable[[], int]) -> Iterator[Callable[[int, Trial], Future]]:
+    """Trials are tasks of a Ray cluster: each is this program with --index, in this folder, on any node."""
+    import ray
+
+    ray.init(address=args.address, log_to_driver=False, logging_level="error")
+
+    def run_index(argv: list[str], folder: str) -> str:
+        process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            return "finished" if process.wait() == 0 else "failed"
+        except BaseException:  # cancelled: the trial saves
+            process.terminate()
+            process.wait()
+            return "interrupted"
+
+    task, folder = ray.remote(num_cpus=1, max_retries=TRIES - 1)(run_index), str(Path.cwd())
+    with ThreadPoolExecutor(args.workers) as pool:
+
+        def wait(index: int, trial: Trial) -> str:
+            if stops():
+                return "interrupted"
+            ref = task.remote(argv_of(args, flags, str(index)), folder)
+            while not ray.wait([ref], timeout=0.2)[0]:
+                if stops():
+                    ray.cancel(ref)
+                    break
+            try:
+                return ray.get(ref)
+            except (ray.exceptions.RayError, ray.exceptions.TaskCancelledError):
+                return "interrupted" if stops() else "failed"
+
+        yield lambda index, trial: pool.submit(wait, index, trial)
+    ray.shutdown()
+
+
+def run_all(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
+    """Run the trials (by their index in the grid), with one line of progress; returns the exit status."""
+    signals: list[int] = []
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _frame: signals.append(signum))
+    progress, backend = Progress(list(trials.values())), {"local": local, "ray": on_ray}[args.backend]
+    with backend(args, flags, lambda: len(signals)) as submit:
+        pending = {}
+        for index, trial in trials.items():
+            if trial.state() == "finished":
+                progress.outcomes[trial.key], progress.skipped = "finished", progress.skipped + 1
+                print(f"{trial}: finished before, skipped: {trial.folder()}", flush=True)
+            else:
+                pending[submit(index, trial)] = trial
+        while pending:
+            for future in [future for future in pending if future.done()]:
+                trial = pending.pop(future)
+                entry = read_manifest(args.runs_dir).get(trial.key, {})
+                if future.result() != "interrupted" or "wall_seconds" in entry:
+                    progress.ended(trial, future.result(), entry.get("wall_seconds", 0.0))
+            progress.show()
+            time.sleep(0.1)
+    ended = list(progress.outcomes.values())
+    manifest = args.runs_dir / "manifest.json"
+    print(f"{progress._clear()}{ended.count('finished')} of {len(trials)} trials finished; {manifest}", flush=True)
+    if signals:
+        return 128 + signals[0]
+    return 0 if ended.count("finished") == len(trials) else 1
+
+
+def submit_slurm(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
+    """Write RUNS_DIR/grid.sbatch, whose array has the trials that are not finished, and submit it."""
+    missing = [index for index, trial in trials.items() if trial.state() != "finished"]
+    if not missing:
+        print(f"all {len(trials)} trials are finished")
+        return 0
+    (args.runs_dir / "logs").mkdir(parents=True, exist_ok=True)
+    script = args.runs_dir / "grid.sbatch"
+    command = shlex.join(argv_of(args, flags, "INDEX")).replace("INDEX", '"$SLURM_ARRAY_TASK_ID"', 1)
+    output = args.runs_dir.absolute() / "logs" / "slurm-%A_%a.txt"
+    places = {"array": ",".join(map(str, missing)), "workers": args.workers, "output": output}
+    script.write_text(SBATCH.format(**places, folder=shlex.quote(str(Path.cwd())), command=command))
+    if shutil.which("sbatch") is None:
+        print(f"wrote {script}; this machine has no sbatch: where there is one, `sbatch {script}` submits it")
+        return 0
+    return subprocess.run(["sbatch", str(script)]).returncode
 
 
 def main(args: Args, flags: list[str]) -> int:
@@ -113,55 +355,16 @@ def main(args: Args, flags: list[str]) -> int:
     if shutil.which(program) is None or min(args.num_seeds, args.workers) < 1:
         print(f"run: there must be a program {program}, and at least one seed and one worker", file=sys.stderr)
         return 2
-    args.runs_dir.mkdir(parents=True, exist_ok=True)
-    about = {"git_commit": git_commit(), "machine": machine()}
     seeds = range(1, args.num_seeds + 1)
-    trials = [Trial(args.command, env_id, seed, flags, args.runs_dir) for env_id in args.env_ids for seed in seeds]
-    waiting, running, num_failed = deque(trials), [], 0
-    signals = []
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, _frame: signals.append(signum))
-    num_passed_on = 0
-
-    def report(trial: Trial, outcome: str) -> None:
-        name = f"{trial.about['env_id']} seed {trial.about['seed']}"
-        print(f"[{trials.index(trial) + 1}/{len(trials)}] {name}: {outcome}", flush=True)
-
-    while running or (waiting and not signals):
-        while waiting and len(running) < args.workers and not signals:
-            trial = waiting.popleft()
-            if trial.state() == "finished":
-                report(trial, f"finished before, skipped: {trial.folder()}")
-                continue
-            try:
-                trial.start()
-            except BlockingIOError:
-                num_failed += 1
-                report(trial, f"already running, see {trial.log}")
-                continue
-            running.append(trial)
-            trial.entry = {**trial.about, **about, "start": now(), "status": "running", "log": str(trial.log)}
-            write_manifest(args.runs_dir, trial.key, trial.entry)
-        time.sleep(0.1)
-        if len(signals) > num_passed_on:
-            num_passed_on = len(signals)
-            for trial in running:
-                trial.process.terminate()
-        for trial in [t for t in running if t.process.poll() is not None]:
-            running.remove(trial)
-            exit_status, folder = trial.process.returncode, trial.folder()
-            finished = exit_status == 0 and trial.state() == "finished"
-            status = "finished" if finished else "interrupted" if signals else "failed"
-            num_failed += status == "failed"
-            trial.entry |= {"end": now(), "exit_status": exit_status, "status": status, "run_folder": str(folder)}
-            write_manifest(args.runs_dir, trial.key, trial.entry)
-            report(trial, f"{status} after {time.time() - trial.begin:.0f} s: {folder}")
-            if status == "failed":
-                print(f"    exit status {exit_status}, the end of {trial.log}:\n{trial.tail()}", end="", flush=True)
-    if signals:
-        return 128 + signals[0]
-    print(f"{len(trials) - num_failed} of {len(trials)} trials finished; {args.runs_dir / 'manifest.json'}")
-    return 1 if num_failed else 0
+    grid = [Trial(args.command, env_id, seed, flags, args.runs_dir) for env_id in args.env_ids for seed in seeds]
+    trials = dict(enumerate(grid))
+    if args.index is not None:
+        if args.index not in trials:
+            print(f"run: --index must be from 0 to {len(grid) - 1}, not {args.index}", file=sys.stderr)
+            return 2
+        trials = {args.index: trials[args.index]}
+    args.runs_dir.mkdir(parents=True, exist_ok=True)
+    return submit_slurm(args, flags, trials) if args.backend == "slurm" else run_all(args, flags, trials)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,12 @@
     python benchmark/speed.py --steps 163840 --peer-steps 40960 --peer "bash cleanrl_ppo.sh {steps} {seed}" --ours \\
         "python cleanmarl/ppo.py --total-timesteps {steps} --seed {seed} --runs-dir {tmp} --eval-episodes 0"
 
+    python benchmark/speed.py --table --peers FOLDER [--only mappo]
+
+measures the pairs of `PAIRS` below, or some of them, and adds what it found to
+docs/results/data/speed.csv. FOLDER holds, for each
+peer, a shell script of the name that the pair's command has; what it must run stands beside it as settings.
+
 In a command {steps} stands for the number of environment steps, {seed} for the number of the repeat, and {tmp} for a
 folder that is deleted afterwards. A measurement runs a command twice, for `steps` and for `short * steps`, and divides
 the difference of the steps by the difference of the times: start-up (imports, building environments) cancels out. Raise
@@ -12,6 +18,7 @@ CPU time is user + system time of the process and of every descendant that was w
 steps per CPU-second; both sides run with OMP_NUM_THREADS=1 unless it is set already.
 """
 
+import csv
 import json
 import os
 import platform
@@ -31,8 +38,102 @@ import tyro
 
 
 @dataclass
-class Args:
+class Pair:
+    """A script and a peer that do the same work; commands as of --ours and --peer, and {peers} is --peers."""
+
+    name: str
+    beside: str
     ours: str
+    steps: int
+    peer: str
+    peer_steps: int
+    settings: str  # of both
+    ours_differs: str
+    peer_differs: str
+
+
+CLEANMARL = (
+    "simple_spread, rollouts of 3 episodes of 25 steps, 3 epochs on all of it, Adam 8e-4, entropy 0.001, gradients not "
+    "clipped, two hidden layers with ReLU, parameters shared, ids in the observations"
+)
+AT_CLEANMARLS = (
+    "--num-envs 3 --num-steps 25 --num-minibatches 1 --update-epochs 3 --gamma 0.99 --no-norm-adv --no-normalize-value "
+    "--value-clip-coef 0 --huber-delta 0 --learning-rate 8e-4 --critic-learning-rate 8e-4 --ent-coef 0.001 "
+    "--max-grad-norm 1e9 --activation relu --actor-hidden-dim 32"
+)
+RUN = "--total-timesteps {steps} --seed {seed} --runs-dir {tmp} --eval-episodes 0"
+PAIRS = [
+    Pair(
+        "ppo",
+        "CleanRL ppo.py",
+        f"python cleanmarl/ppo.py {RUN}",
+        81_920,
+        "bash {peers}/cleanrl_ppo.sh {steps} {seed}",
+        20_480,
+        "CartPole-v1, the defaults of both: 4 environments x 128 steps, 4 epochs x 4 minibatches, networks 64-64",
+        "",
+        "SAME_STEP autoreset and `final_info` of the present Gymnasium",
+    ),
+    Pair(
+        "ippo",
+        "CleanMARL ippo_multienvs.py",
+        f"python cleanmarl/ippo.py {RUN} {AT_CLEANMARLS} --critic-hidden-dim 32",
+        30_000,
+        "bash {peers}/cleanmarl.sh ippo_multienvs {steps} {seed} --eval_steps 1000000",
+        2_000,
+        CLEANMARL + "; actor 32-32, critic 32-32",
+        "bootstraps where time is up",
+        "MPE of mpe2; no evaluation",
+    ),
+    Pair(
+        "mappo",
+        "CleanMARL mappo_multienvs.py",
+        f"python cleanmarl/mappo.py {RUN} {AT_CLEANMARLS} --critic-hidden-dim 64",
+        30_000,
+        "bash {peers}/cleanmarl.sh mappo_multienvs {steps} {seed} --eval_steps 1000000",
+        2_000,
+        CLEANMARL + "; actor 32-32, critic 64-64",
+        "bootstraps where time is up; the critic sees the own observation beside the state",
+        "MPE of mpe2; no evaluation",
+    ),
+    Pair(
+        "maddpg_multienvs",
+        "CleanMARL maddpg_multienvs.py",
+        f"python cleanmarl/maddpg_multienvs.py {RUN} --num-eval-ep 1 --eval-steps 1000000 --no-save-buffer "
+        "--individual-critics False",
+        10_000,
+        "bash {peers}/cleanmarl.sh maddpg_multienvs {steps} {seed} --eval_steps 1000000",
+        2_000,
+        "simple_spread, CleanMARL's defaults: 4 environments, batches of 10 episodes, 4 updates for every 4 episodes, "
+        "actor 32, critic 128",
+        "a target update after each update",
+        "MPE of mpe2; no evaluation; one target update after 4 updates",
+    ),
+]
+AT_JAXMARLS = (
+    "--num-envs 16 --num-steps 128 --num-minibatches 4 --update-epochs 4 --learning-rate 2.5e-4 --gamma 0.99 "
+    "--critic-learning-rate 2.5e-4 --anneal-lr --no-normalize-value --huber-delta 0 --max-grad-norm 0.5"
+)
+for compiled in ("", " --compile"):
+    PAIRS.append(
+        Pair(
+            f"ippo{compiled}, JaxMARL's settings",
+            "JaxMARL ippo_ff_mpe.py",
+            f"python cleanmarl/ippo.py {RUN} {AT_JAXMARLS}{compiled}",
+            409_600,
+            "bash {peers}/jaxmarl.sh ippo_ff_mpe {steps}",
+            409_600,
+            "simple_spread, 16 environments x 128 steps, 4 epochs x 4 minibatches, networks 64-64 with tanh, shared, "
+            "Adam 2.5e-4 that falls to 0",
+            "ids beside the observations; networks' gradients are clipped apart",
+            "one XLA program, one thread; no metrics are written",
+        )
+    )
+
+
+@dataclass
+class Args:
+    ours: str | None = None
     """command of the script to measure, with {steps}"""
     peer: str | None = None
     """command to compare it with, with {steps}"""
@@ -44,6 +145,12 @@ class Args:
     """length of the shorter run as a fraction of the longer one, in (0, 1)"""
     repeats: int = 3
     """measurements of each side; the order of the two sides alternates"""
+    table: bool = False
+    """measure the pairs that stand in this file, and write docs/results/data/speed.csv"""
+    peers: Path | None = None
+    """with --table: folder of the peers' shell scripts"""
+    only: tuple[str, ...] = ()
+    """with --table: names of pairs (default: all)"""
     profile: bool = False
     """also report how our time splits into env, forward, update and the rest (one more run)"""
 
@@ -156,10 +263,52 @@ def split_time(command: str, steps: int) -> dict[str, float]:
         return json.loads(out.read_text())
 
 
+COLUMNS = ["script", "beside", "ours", "ours_min", "ours_max", "peer", "peer_min", "peer_max"]
+COLUMNS += ["ratio", "ratio_min", "ratio_max", "n", "settings", "ours_differs", "peer_differs", "command", "machine"]
+TABLE = Path(__file__).resolve().parent.parent / "docs" / "results" / "data" / "speed.csv"
+
+
+def measure_table(args: Args) -> None:
+    """Measure the pairs, and write a row for each as soon as it is done; an earlier row of the same name goes."""
+    pairs = [pair for pair in PAIRS if not args.only or pair.name in args.only]
+    if not pairs or args.peers is None:
+        sys.exit(f"--table needs --peers, and --only some of: {', '.join(pair.name for pair in PAIRS)}")
+    about = "{cpu}, {cores} cores, Python {python}, torch {torch}".format(**machine())
+    for pair in pairs:
+        peer = pair.peer.replace("{peers}", str(args.peers.resolve()))
+        sides = {"ours": (pair.ours, pair.steps), "peer": (peer, pair.peer_steps)}
+        rates = {name: [] for name in sides}
+        for repeat in range(args.repeats):
+            for name in list(sides)[:: 1 if repeat % 2 == 0 else -1]:
+                rates[name].append(measure(*sides[name], args.short, seed=repeat + 1)["CPU-second"])
+        ratios = [a / b for a, b in zip(rates["ours"], rates["peer"])]
+        numbers = [round(f(x)) for x in rates.values() for f in (statistics.median, min, max)]
+        numbers += [round(f(ratios), 2) for f in (statistics.median, min, max)] + [args.repeats]
+        texts = [pair.settings, pair.ours_differs, pair.peer_differs, pair.ours, about]
+        row = dict(zip(COLUMNS, [pair.name, pair.beside, *numbers, *texts]))
+        print({key: row[key] for key in COLUMNS[:12]}, file=sys.stderr)
+        rows = read_table() if TABLE.exists() else []
+        names = [pair.name for pair in PAIRS]
+        rows = sorted([r for r in rows if r["script"] != pair.name] + [row], key=lambda r: names.index(r["script"]))
+        with TABLE.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def read_table() -> list[dict[str, str]]:
+    with TABLE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def main(args: Args) -> None:
     if not 0 < args.short < 1:
         sys.exit(f"--short must lie between 0 and 1, not {args.short}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
+    if args.table:
+        return measure_table(args)
+    if args.ours is None:
+        sys.exit("--ours or --table is needed")
     about = machine()
     sides = {"ours": (args.ours, args.steps)}
     if args.peer:

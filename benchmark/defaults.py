@@ -1,0 +1,98 @@
+"""Does every script's first command learn? How far its updates go, in a short run with the defaults.
+
+    python benchmark/defaults.py
+    python benchmark/defaults.py --scripts ppo ippo --total-timesteps 50000
+
+Writes rows of the table in docs/defaults.md, one for each script, those of the others stay: means over its run but for
+the first tenth. What the columns are for, that page says.
+"""
+
+import gc
+import importlib
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["ppo", "ppo_shared", "ppo_continuous_action", "ppo_multidiscrete", "ppo_multidiscrete_mask", "ppo_selfplay"]
+SCRIPTS += ["ippo", "ippo_per_agent", "ippo_continuous_action", "ippo_lstm", "mappo", "mappo_continuous_action"]
+SCRIPTS += ["mappo_lstm", "coppo", "coppo_lstm", "coppo_matrix", "coma", "coma_lstm"]
+PICTURES = ["ppo_atari", "ppo_atari_envpool", "ppo_atari_lstm", "ppo_procgen"]  # a tenth as many steps, two rollouts
+METRICS = ["approx_kl", "clipfrac", "entropy", "explained_variance"]
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = (*SCRIPTS, *PICTURES)
+    """which; ppo_procgen needs 5 GB"""
+    total_timesteps: int = 100_000
+    """of each; those that learn from pictures have a tenth, and two rollouts at least"""
+    page: Path = ROOT / "docs" / "defaults.md"
+    """whose table is written"""
+
+
+def watch(module, seen: dict[str, list[float]]):
+    """Have each optimizer of a script tell, before its steps, the norms of the actor's and the critics' gradients."""
+    agents, make_agent = [], module.Agent
+    module.Agent = lambda *args: agents.append(make_agent(*args)) or agents[-1]
+
+    def look(optimizer, args, kwargs) -> None:
+        for name, part in agents[0].named_children():
+            gradients = [p.grad.flatten() for p in part.parameters() if p.grad is not None]
+            if gradients:
+                gradient = torch.cat(gradients)
+                seen[name].append(gradient.norm().item())
+                eps = optimizer.param_groups[0].get("eps", np.nan)
+                seen[f"{name}/eps"].append(gradient.square().mean().sqrt().item() / eps)
+
+    return register_optimizer_step_pre_hook(look)
+
+
+def run(script: str, total_timesteps: int, runs_dir: str) -> dict[str, float | str]:
+    """A row of the table: the script with its defaults."""
+    module, seen = importlib.import_module(f"cleanmarl.{script}"), defaultdict(list)
+    args = module.Args(total_timesteps=10**9)
+    if script in PICTURES:
+        total_timesteps = max(total_timesteps // 10, 2 * args.num_envs * args.num_steps)
+    handle = watch(module, seen)
+    folder = module.main(module.Args(total_timesteps=total_timesteps, eval_episodes=0, runs_dir=runs_dir))
+    handle.remove()
+    gc.collect()
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    row = {"script": f"`{script}`", "environment": args.env_id, "steps": f"{total_timesteps:,}"}
+    for name in METRICS:
+        has_points = f"train/{name}" in events.Tags()["scalars"]
+        points = [event.value for event in events.Scalars(f"train/{name}")] if has_points else []
+        row[name] = number(np.mean(points[len(points) // 10 :])) if points else "-"
+    for name in ("actor", "critic"):
+        row[f"norm, {name}"] = number(np.mean(seen[name])) if seen[name] else "-"
+    worst = min((np.mean(x), name) for name, x in seen.items() if name.endswith("/eps"))
+    row["least entries / epsilon"] = f"{number(worst[0])} ({worst[1].removesuffix('/eps')})"
+    return row
+
+
+def number(x: float) -> str:
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.2g}"
+
+
+def main(args: Args) -> None:
+    for script in args.scripts:
+        with tempfile.TemporaryDirectory() as runs_dir:
+            row = run(script, args.total_timesteps, runs_dir)
+        before, bar, table = args.page.read_text().partition("| script |")
+        head, rule, *lines = (bar + table).splitlines()
+        lines = {line.split("`")[1]: line for line in lines} | {script: f"| {' | '.join(row.values())} |"}
+        lines = [lines[name] for name in (*SCRIPTS, *PICTURES) if name in lines]
+        args.page.write_text(before + "\n".join([head, rule, *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

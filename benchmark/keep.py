@@ -1,0 +1,95 @@
+"""Keep what a run has learned, small enough to be given away: its networks and arguments, and the scores it has.
+
+    python benchmark/keep.py RUN_DIR --out benchmark/agents/simple_spread
+    python -m cleanmarl.enjoy benchmark/agents/simple_spread
+
+Plays the episodes of the table in the README of the folder above, which is written anew.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cleanmarl.checkpoint import load_checkpoint, write_checkpoint
+from cleanmarl.cli import UsageError, check, read_run
+from cleanmarl.enjoy import Policy
+from cleanmarl.evaluate import evaluate
+
+import tyro
+
+KEPT = ("script", "versions", "git_commit")  # of args.json, besides the arguments
+OF_ONE_MACHINE = {"runs_dir": "runs", "resume": None, "device": "cpu"}
+README = """# Trained agents
+
+What `python -m cleanmarl.enjoy benchmark/agents/NAME` plays, and `cleanmarl.load` loads: networks, no optimizer,
+so that they can be played, but not trained on. Return of {episodes} episodes, mean ± standard deviation, with sampled
+and with the most probable actions. `python benchmark/keep.py RUN_DIR --out benchmark/agents/NAME` adds one and writes
+this table.
+
+| agent | environment | script | steps | sampled | most probable |
+|---|---|---|---:|---:|---:|
+{rows}"""
+
+
+@dataclass
+class Args:
+    run_dir: Annotated[Path, tyro.conf.Positional]
+    """run folder of any script"""
+    out: Path
+    """folder of the agent"""
+    checkpoint: str = "checkpoint.pt"
+    """which of the run's checkpoints"""
+    episodes: int = 500
+    """episodes for each of the two scores"""
+
+
+def score(folder: Path, greedy: bool, episodes: int) -> tuple[float, float]:
+    """Mean and standard deviation of the return."""
+    policy = Policy(folder, min(episodes, 20), greedy)
+    metrics = evaluate(policy.envs, policy, episodes, seed=1)
+    policy.envs.close()
+    return metrics["eval/ep_reward"], metrics["eval/std_ep_reward"]
+
+
+def keep(run: Path, checkpoint: str, out: Path, episodes: int) -> None:
+    """Write args.json, checkpoint.pt and scores.json of the run into `out`; UsageError if it is no run."""
+    meta, state = read_run(run), load_checkpoint(run / checkpoint)
+    args = meta["args"] | OF_ONE_MACHINE
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "args.json").write_text(json.dumps({key: meta[key] for key in KEPT} | {"args": args}, indent=1) + "\n")
+    slim = {key: state[key] for key in ("format", "script", "step")} | {"modules": {"agent": state["modules"]["agent"]}}
+    write_checkpoint(slim, out / "checkpoint.pt")
+    kinds = {"sampled": False, "most probable": True}
+    scores = {kind: score(out, greedy, episodes) for kind, greedy in kinds.items()}
+    about = {"env_id": args["env_id"], "script": meta["script"], "step": state["step"], "episodes": episodes}
+    (out / "scores.json").write_text(json.dumps(about | scores, indent=1) + "\n")
+
+
+def table(folder: Path) -> str:
+    """The README of a folder of agents."""
+    rows, episodes = "", 0
+    for path in sorted(folder.glob("*/scores.json")):
+        x = json.loads(path.read_text())
+        cells = [f"{mean:.1f} ± {std:.1f}" for mean, std in (x["sampled"], x["most probable"])]
+        rows += (
+            f"| {path.parent.name} | `{x['env_id']}` | `{x['script']}` | {x['step']:,} | {cells[0]} | {cells[1]} |\n"
+        )
+        episodes = x["episodes"]
+    return README.format(rows=rows, episodes=episodes)
+
+
+def main(args: Args) -> None:
+    check(not args.out.exists() or (args.out / "scores.json").exists(), f"--out {args.out} is there, and no agent")
+    keep(args.run_dir, args.checkpoint, args.out, args.episodes)
+    (args.out.parent / "README.md").write_text(table(args.out.parent))
+    print((args.out.parent / "README.md").read_text())
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args))
+    except UsageError as error:
+        print(f"keep: {error}", file=sys.stderr)
+        sys.exit(2)

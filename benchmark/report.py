@@ -1,0 +1,531 @@
+"""Run folders -> one tidy table -> curves, performance profiles, final results, and a page to look at them.
+
+    python benchmark/report.py runs/spread runs/listener --out docs/results/mappo_mpe --note "the defaults"
+
+Writes beside OUT data/NAME.csv: script, env_id, settings, seed, step, cpu_seconds, wall_seconds, metric, value, thinned
+to what is drawn; its caption's words go to data/figures.json. From these two alone come NAME.svg (one panel per
+environment, one curve per script and settings), NAME.md (caption, final results beside random and best-known scores)
+and report.html, one page for all figures of the folder, which needs no network. `python benchmark/redraw.py` makes all
+of docs/results anew.
+
+- Settings are the flags that differ from the script's defaults, those that change no learning left out.
+- A curve is the mean over seeds, each interpolated onto one grid of steps. Its band, and the interval behind a final
+  result, is the range of the seeds if there are 2 to 4, and the 95 % t interval of the mean from 5 on.
+- Final results of a run: the mean return of its last 100 training episodes, and its last evaluation.
+- Runs without done.json are left out, or taken with --unfinished and marked as stopped.
+- CPU and wall seconds are those that run.py measured; CPU time is spread evenly over a process's wall time. Of runs
+  that it did not start, only the wall time is known.
+- Scores of several environments are normalised: 0 is random, 1 the best known of benchmark/yardsticks.csv. The profile
+  is the share of runs above each normalised score. The interquartile mean (with its stratified bootstrap interval from
+  10 runs on) and the probability of improvement [1] are given for two environments or ten runs and more.
+
+[1] Agarwal et al. 2021, Deep reinforcement learning at the edge of the statistical precipice.
+"""
+
+import ast
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+from cleanmarl.cli import RESUME_MAY_CHANGE, flag
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from scipy import stats
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+HERE = Path(__file__).resolve().parent
+RETURN, NUM_EPISODES, EVAL = "rollout/ep_reward", "rollout/num_episodes", "eval/ep_reward"
+COLUMNS = ["script", "env_id", "settings", "seed", "step", "cpu_seconds", "wall_seconds", "metric", "value"]
+CURVE = ["env_id", "script", "settings"]  # what a curve is of
+GRID_POINTS, PAGE_POINTS = 200, 100  # of a curve in the table and in a figure, and on the page
+LAST_EPISODES = 100
+FINAL = [f"last {LAST_EPISODES} episodes", "last evaluation"]  # metrics of the results that a table has
+PLANNED = "planned steps"  # metric of a run that was stopped: its --total-timesteps
+ENOUGH_RUNS = 10  # for an interquartile mean of one environment, and for its interval
+WORDS = {RETURN: "Return of the episodes in training", EVAL: "Return in evaluation"}
+WORDS |= {"rollout/battle_won": "Share of the battles won in training", "eval/battle_won": "Share of the battles won"}
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[list[Path]]
+    """run folders, or folders that hold some at any depth"""
+    out: Path
+    """where to write: FOLDER/NAME"""
+    tag: str = RETURN
+    """metric to draw"""
+    note: str = ""
+    """what the caption says of settings: a clause, such as "the defaults" """
+    command: str = ""
+    """where the commands of the runs are, for the caption"""
+    unfinished: bool = False
+    """take runs that were stopped, too"""
+
+
+# From run folders to the tidy table
+
+
+def settings_of(meta: dict[str, Any], folder: Path) -> str:
+    """The flags of a run that differ from its script's defaults, `the defaults` if none does.
+
+    The defaults are read from the copy of the script in the run folder, without running it; "" if there is no script.
+    """
+    places = [folder / f"{meta['script']}.py", HERE.parent / "cleanmarl" / f"{meta['script']}.py"]
+    script = next((place for place in places if place.exists()), None)
+    if script is None:
+        return ""
+    body = next(n for n in ast.parse(script.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    fields = [field for field in body if isinstance(field, ast.AnnAssign) and field.value is not None]
+    defaults = {field.target.id: ast.literal_eval(field.value) for field in fields}
+    words = []
+    for name, default in defaults.items():
+        value = meta["args"].get(name, default)
+        value = tuple(value) if isinstance(value, list) else value
+        if value == default or name in RESUME_MAY_CHANGE | {"env_id", "seed"}:
+            continue
+        if isinstance(value, bool):
+            words.append(flag(name) if value else f"--no-{flag(name)[2:]}")
+        else:
+            words.append(f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return " ".join(words) or "the defaults"
+
+
+def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """CPU and wall seconds (P,) that a run had taken at `times` (P,), in seconds since 1970.
+
+    By the tries in the manifest of run.py; without them by the names of the event files, and the CPU time is NaN.
+    """
+    manifest = folder.parent / "manifest.json"
+    entries = json.loads(manifest.read_text()).values() if manifest.exists() else []
+    tries = next(
+        (e["tries"] for e in entries if Path(e.get("run_folder", "")).name == folder.name and "tries" in e), []
+    )
+    tries = [x for x in tries if x["start"] + x["wall_seconds"] >= times[0]]  # the others made folders of their own
+    if not tries or tries[-1]["start"] + tries[-1]["wall_seconds"] < times[-1]:
+        starts = np.array(sorted(int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")))
+        ends = [times[times < end].max(initial=start) for start, end in zip(starts, [*starts[1:], np.inf])]
+        tries = [{"start": s, "wall_seconds": e - s, "cpu_seconds": np.nan} for s, e in zip(starts, ends)]
+    start, wall, cpu = (np.array([x[key] for x in tries]) for key in ("start", "wall_seconds", "cpu_seconds"))
+    i = np.clip(np.searchsorted(start, times, "right") - 1, 0, None)  # the try that each time belongs to
+    part = times - start[i]
+    wall_before, cpu_before = np.cumsum(wall) - wall, np.cumsum(cpu) - cpu
+    return cpu_before[i] + part * cpu[i] / np.maximum(wall[i], 1e-9), wall_before[i] + part
+
+
+def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
+    """One run folder as a tidy table with COLUMNS. Of points that a resumed run wrote twice, the later ones count."""
+    meta = json.loads((folder / "args.json").read_text())
+    args = meta["args"]
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep every point
+    events.Reload()
+    known = events.Tags()["scalars"]
+    points = [
+        (m, e.step, e.value, e.wall_time) for m in dict.fromkeys(metrics) if m in known for e in events.Scalars(m)
+    ]
+    table = pd.DataFrame(points, columns=["metric", "step", "value", "time"])
+    table = table.assign(
+        script=meta["script"], env_id=args["env_id"], settings=settings_of(meta, folder), seed=args["seed"]
+    )
+    order = table.time.argsort(kind="stable")
+    times = table.time.to_numpy()[order]
+    table["cpu_seconds"] = table["wall_seconds"] = np.nan
+    if len(table):
+        table.loc[table.index[order], ["cpu_seconds", "wall_seconds"]] = np.stack(seconds(folder, times), 1)
+    if len(table) and not (folder / "done.json").exists():
+        stopped = table.iloc[[-1]].assign(
+            metric=PLANNED, step=table.step.max(), value=args.get("total_timesteps", np.nan)
+        )
+        table = pd.concat([table, stopped])
+    return table[COLUMNS]
+
+
+def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -> pd.DataFrame:
+    """All finished runs below `paths` as one tidy table; runs left out are named on stderr."""
+    folders = sorted({file.parent for path in paths for file in path.rglob("args.json")})
+    tables, seen = [], set()
+    for folder in folders:
+        if not (unfinished or (folder / "done.json").exists()):
+            print(f"left out, unfinished: {folder}", file=sys.stderr)
+            continue
+        table = read_run(folder, metrics)
+        if table.empty:
+            print(f"left out, has none of {metrics}: {folder}", file=sys.stderr)
+            continue
+        key = tuple(table.iloc[0][[*CURVE, "seed"]])
+        if key in seen:  # averaging them would count the seed twice
+            sys.exit(f"two runs of {key}: {folder} is the second; pass one of them")
+        seen.add(key)
+        tables.append(table)
+    if not tables:
+        sys.exit(f"no finished run with {metrics[0]} in {', '.join(map(str, paths))}")
+    return pd.concat(tables, ignore_index=True)
+
+
+def thin(runs: pd.DataFrame) -> pd.DataFrame:
+    """Points of one metric, interpolated for each curve onto at most GRID_POINTS steps that all of its seeds cover."""
+    tables = []
+    for _, of_curve in runs.groupby(CURVE, dropna=False):
+        seeds = [run.sort_values("step") for _, run in of_curve.groupby("seed")]
+        if len(seeds[0]) <= GRID_POINTS and all(np.array_equal(run.step, seeds[0].step) for run in seeds):
+            tables += seeds
+            continue
+        first, last = max(run.step.iloc[0] for run in seeds), min(run.step.iloc[-1] for run in seeds)
+        grid = np.linspace(first, last, GRID_POINTS)
+        for run in seeds:
+            columns = {name: np.interp(grid, run.step, run[name]) for name in ("cpu_seconds", "wall_seconds", "value")}
+            tables.append(pd.concat([run[:1]] * GRID_POINTS).assign(step=grid, **columns))
+    return pd.concat(tables)
+
+
+def last_return(run: pd.DataFrame, num_episodes: int = LAST_EPISODES) -> float:
+    """Mean return of a run's last episodes; NaN if none ended.
+
+    A point of RETURN is the mean over the episodes since the point before, NUM_EPISODES counts them from the start.
+    """
+    points = run.pivot_table(index="step", columns="metric", values="value").sort_index()
+    if not {RETURN, NUM_EPISODES} <= set(points.columns):
+        return np.nan
+    points = points[[RETURN, NUM_EPISODES]].dropna()
+    ended = points[NUM_EPISODES].diff().fillna(points[NUM_EPISODES]).to_numpy()[::-1]  # newest first
+    before = np.cumsum(ended) - ended
+    weight = np.clip(num_episodes - before, 0, ended)  # the oldest point counts in part
+    return float(np.average(points[RETURN].to_numpy()[::-1], weights=weight)) if weight.sum() else np.nan
+
+
+def final_results(data: pd.DataFrame) -> pd.DataFrame:
+    """The rows of FINAL, and of PLANNED, for each run, as far as it has them."""
+    rows = []
+    for _, run in data.groupby([*CURVE, "seed"], dropna=False):
+        last = run.loc[[run.wall_seconds.idxmax() if run.wall_seconds.notna().any() else run.step.idxmax()]]
+        evals, planned = run[run.metric == EVAL].sort_values("step").value, run[run.metric == PLANNED].value
+        results = [
+            last_return(run),
+            evals.iloc[-1] if len(evals) else np.nan,
+            planned.iloc[0] if len(planned) else np.nan,
+        ]
+        rows += [last.assign(step=run.step.max(), metric=m, value=v) for m, v in zip([*FINAL, PLANNED], results)]
+    return pd.concat(rows).dropna(subset="value")
+
+
+# Statistics
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over seeds and the ends of its interval, each (P,), from values (S, P).
+
+    NaN ends if S = 1; the range of the seeds up to 4; the 95 % t interval of the mean from 5 on. (The percentile
+    bootstrap of 3 seeds is their range, and of 5 holds the mean in 84 % of cases.)
+    """
+    mean, count = values.mean(0), len(values)
+    if count == 1:
+        return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
+    if count < 5:
+        return mean, values.min(0), values.max(0)
+    half = stats.t.ppf(0.975, count - 1) * values.std(0, ddof=1) / count**0.5
+    return mean, mean - half, mean + half
+
+
+def summary(data: pd.DataFrame) -> pd.DataFrame:
+    """Over the seeds: CURVE, seeds, metric, step, cpu_seconds, wall_seconds, mean, low, high.
+
+    Data of which the seeds were not kept are so already (see data/README.md).
+    """
+    if "mean" in data:
+        return data
+    tables = []
+    for (env_id, script, settings, metric), runs in data.groupby([*CURVE, "metric"], dropna=False):
+        seeds = [run for _, run in runs.groupby("seed")]
+        table = {name: np.mean([run[name] for run in seeds], axis=0) for name in ("cpu_seconds", "wall_seconds")}
+        table["step"] = np.max([run.step for run in seeds], axis=0)
+        table["mean"], table["low"], table["high"] = interval(np.stack([run.value for run in seeds]))
+        about = {"env_id": env_id, "script": script, "settings": settings, "seeds": len(seeds), "metric": metric}
+        tables.append(pd.DataFrame(about | table))
+    return pd.concat(tables, ignore_index=True)
+
+
+def yardsticks() -> pd.DataFrame:
+    """Scores to compare with: env_id, metric (without its rollout/ or eval/), kind (random | best | other), ..."""
+    return pd.read_csv(HERE / "yardsticks.csv")
+
+
+def normalised(data: pd.DataFrame) -> pd.DataFrame:
+    """Final scores of runs with yardsticks, a row for each: env_id, curve, seed, score (0 random, 1 best known).
+
+    The last evaluation is taken, or the last training episodes where some run has none.
+    """
+    known = yardsticks().query("metric == 'ep_reward' and kind in ('random', 'best')")
+    known = known.groupby(["env_id", "kind"]).score.max().unstack().reindex(columns=["random", "best"]).dropna()
+    runs = data[[*CURVE, "seed"]].drop_duplicates()
+    final = data[data.metric == FINAL[1]]
+    final = final if len(final) == len(runs) else data[data.metric == FINAL[0]]
+    final = final.merge(known, left_on="env_id", right_index=True)
+    names = curve_names(final)
+    score = (final.value - final.random) / (final.best - final.random)
+    return pd.DataFrame({"env_id": final.env_id, "curve": names, "seed": final.seed, "score": score})
+
+
+def iqm(scores: pd.DataFrame) -> tuple[float, float, float]:
+    """Interquartile mean of the runs' scores and its 95 % bootstrap interval, drawn within each environment."""
+    tasks, rng = [task.score.to_numpy() for _, task in scores.groupby("env_id")], np.random.default_rng(0)
+    draws = np.concatenate([rng.choice(task, (2000, len(task))) for task in tasks], axis=1)
+    low, high = np.percentile(stats.trim_mean(draws, 0.25, axis=1), [2.5, 97.5])
+    return float(stats.trim_mean(scores.score, 0.25)), float(low), float(high)
+
+
+def improvement(x: pd.DataFrame, y: pd.DataFrame) -> float:
+    """The probability that a run of x scores higher than one of y, a tie counting half; mean over environments."""
+    chances = []
+    for env_id in sorted(set(x.env_id) & set(y.env_id)):
+        a, b = (runs[runs.env_id == env_id].score.to_numpy() for runs in (x, y))
+        chances.append(np.mean((a[:, None] > b) + 0.5 * (a[:, None] == b)))
+    return float(np.mean(chances)) if chances else np.nan
+
+
+def aggregate(data: pd.DataFrame) -> pd.DataFrame | None:
+    """Normalised scores if there are enough runs to say something of all environments together, else None.
+
+    Every curve must have the same environments, two or more, or ENOUGH_RUNS runs.
+    """
+    if "mean" in data:
+        return None
+    scores = normalised(data)
+    sizes = scores.groupby("curve").env_id.agg(["nunique", "size"])
+    same = len({tuple(sorted(set(runs.env_id))) for _, runs in scores.groupby("curve")}) == 1
+    enough = len(sizes) and ((sizes["nunique"] > 1) | (sizes["size"] >= ENOUGH_RUNS)).all()
+    return scores if same and enough else None
+
+
+# What is drawn and written
+
+
+def curve_names(data: pd.DataFrame) -> pd.Series:
+    """The name of each row's curve: the script, and its settings where a script has several."""
+    several = data.fillna({"settings": ""}).groupby("script").settings.transform("nunique") > 1
+    return data.script.where(~several, (data.script + " " + data.settings.fillna("")).str.strip())
+
+
+def number(value: float, scale: float | None = None) -> str:
+    return f"{value:.{1 if abs(value if scale is None else scale) >= 10 else 2}f}"
+
+
+def final_table(data: pd.DataFrame, note: str = "") -> str:
+    """Final results as Markdown: mean [interval] over seeds, by environment, between random and best-known scores."""
+    head = ["environment", "script", "settings", "seeds", "steps", *FINAL]
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|---:|---:|---:|---:|"]
+    final, known = data[data.metric.isin([*FINAL, PLANNED])], yardsticks()
+    known = known[known.metric == "ep_reward"]
+    for env_id, of_env in final.groupby("env_id"):
+        for x in known[known.env_id == env_id].itertuples():
+            lines.append(f"| {env_id} | *{x.label}* | | | | {number(x.score)} | |")
+        for (script, settings), rows in of_env.groupby(["script", "settings"], dropna=False):
+            planned = rows[rows.metric == PLANNED]
+            steps = f"{rows.step.max():,.0f}" + (f" of {planned['mean'].max():,.0f}, stopped" if len(planned) else "")
+            settings = settings if isinstance(settings, str) else note.partition(";")[0]
+            settings = f"`{settings}`" if settings.startswith("--") else settings
+            cells = [env_id, script, settings, f"{rows.seeds.max()}", steps]
+            for metric in FINAL:
+                results = rows[rows.metric == metric][["mean", "low", "high"]].to_numpy()
+                mean, low, high = results[0] if len(results) else (np.nan, np.nan, np.nan)
+                text = "" if np.isnan(mean) else number(mean)
+                text += "" if np.isnan(low) else f" [{number(low, mean)}, {number(high, mean)}]"
+                fewer = len(results) and (n := rows[rows.metric == metric].seeds.iloc[0]) < rows.seeds.max()
+                cells.append(text + (f" ({n} seed{'s' if n > 1 else ''})" if fewer else ""))
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def aggregate_table(scores: pd.DataFrame) -> str:
+    """Interquartile means and probabilities of improvement over the first curve, as Markdown."""
+    curves = dict(list(scores.groupby("curve")))
+    first = next(iter(curves))
+    head = ["script", "environments", "runs", "interquartile mean, normalised"]
+    head += [f"better than {first}, probability"] if len(curves) > 1 else []
+    lines = [f"| {' | '.join(head)} |", f"|---{'|---:' * (len(head) - 1)}|"]
+    for name, runs in curves.items():
+        mean, low, high = iqm(runs)
+        score = f"{mean:.2f}" + (f" [{low:.2f}, {high:.2f}]" if len(runs) >= ENOUGH_RUNS else "")
+        cells = [name, f"{runs.env_id.nunique()}", f"{len(runs)}", score]
+        cells += [f"{improvement(runs, curves[first]):.2f}" if name != first else ""] if len(curves) > 1 else []
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def band_words(seeds: list[int], were_kept: bool) -> str:
+    """What the band of a figure is."""
+    words = []
+    if any(1 < n < (5 if were_kept else 4) for n in seeds):
+        words.append("the range of the seeds" if len(seeds) == 1 else "the range of up to 4 seeds")
+    if any(n >= 5 for n in seeds) and were_kept:
+        words.append("the 95 % t interval" if len(seeds) == 1 else "the 95 % t interval of 5 seeds and more")
+    if any(n >= 4 for n in seeds) and not were_kept:
+        words.append("the 95 % percentile bootstrap interval, which with 5 seeds holds the mean in 84 % of cases")
+    return ", or ".join(words)
+
+
+def caption(data: pd.DataFrame, figure: dict[str, str], were_kept: bool, has_profile: bool) -> str:
+    """What a figure shows, of how many seeds, with what settings, what its band is, and where its commands are."""
+    drawn = data[data.metric == figure["tag"]]
+    seeds = sorted(int(n) for n in drawn.seeds.unique())
+    means = f"mean of {seeds[0]} seeds" if len(seeds) == 1 else "mean of the seeds that the legend counts"
+    words = WORDS.get(figure["tag"], f"`{figure['tag']}`")
+    parts = [words + (": one seed" if seeds == [1] else f": {means} with {band_words(seeds, were_kept)}")]
+    parts += [figure["note"]] if figure["note"] else []
+    known = yardsticks()
+    known = known[known.env_id.isin(drawn.env_id) & (known.metric == figure["tag"].partition("/")[2])]
+    sources = [f"{x.label} {x.score:g} ({x.source})" for x in known.itertuples()]
+    parts += [f"Dashed: {'; '.join(dict.fromkeys(sources))}"] if sources else []
+    parts += (
+        ["Last panel: the share of runs above a normalised score, 0 random, 1 the best known"] if has_profile else []
+    )
+    planned = data[data.metric == PLANNED]
+    parts += [f"Stopped after {x.step:,.0f} of {x.mean:,.0f} steps: {x.script}" for x in planned.itertuples()]
+    parts += [f"Commands: `{figure['command']}`"] if figure["command"] else []
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + ".\n"
+
+
+def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str], out: Path) -> None:
+    """Learning curves as out.svg: one panel per environment, one colour per curve; then the performance profile."""
+    drawn = data[data.metric == figure["tag"]]
+    drawn = drawn.assign(curve=curve_names(drawn))
+    env_ids, curves = sorted(drawn.env_id.unique()), sorted(drawn.curve.unique())
+    panels = len(env_ids) + (scores is not None)
+    columns = min(3, panels)
+    rows = -(-panels // columns)
+    plt.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
+    )
+    picture, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False, layout="constrained")
+    known = yardsticks()
+    known = known[known.metric == figure["tag"].partition("/")[2]]
+    for axis in axes.flat[panels:]:
+        axis.set_axis_off()
+    for env_id, axis in zip(env_ids, axes.flat):
+        for position, name in enumerate(curves):
+            curve = drawn[(drawn.env_id == env_id) & (drawn.curve == name)]
+            if not curve.empty:
+                seeds = curve.seeds.iloc[0]
+                label = f"{name} ({seeds} seed{'s' if seeds > 1 else ''})"
+                axis.plot(curve.step, curve["mean"], color=f"C{position}", label=label)
+                if seeds > 1:
+                    axis.fill_between(curve.step, curve.low, curve.high, color=f"C{position}", alpha=0.25, linewidth=0)
+        for x in known[known.env_id == env_id].itertuples():
+            axis.axhline(x.score, color="0.4", linestyle="--", linewidth=1)
+            box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
+            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "size": 8}
+            axis.annotate(x.label, (0.99, x.score), **place, bbox=box)
+        axis.set(title=env_id, xlabel="environment steps", ylabel=figure["tag"])
+        axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 5))
+        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))  # below, clear of the curves
+    if scores is not None:
+        profile(axes.flat[len(env_ids)], scores, curves)
+    save(picture, out)
+
+
+def profile(axis: plt.Axes, scores: pd.DataFrame, curves: list[str]) -> None:
+    """The share of runs above each normalised score, as steps."""
+    for name, runs in scores.groupby("curve"):
+        x = np.sort(runs.score)
+        x = np.concatenate([[min(0.0, scores.score.min())], x, [max(1.0, scores.score.max())]])
+        share = np.concatenate([1 - np.arange(len(runs) + 1) / len(runs), [0]])  # falls at each run's score
+        axis.step(x, share, where="post", color=f"C{curves.index(name)}", label=f"{name} ({len(runs)} runs)")
+    axis.set(title="all environments", xlabel="normalised score", ylabel="share of runs above it")
+    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))
+
+
+def save(picture: plt.Figure, out: Path) -> None:
+    """A figure as out.svg, the same bytes each time."""
+    picture.savefig(f"{out}.svg", metadata={"Date": None, "Creator": None})
+    plt.close(picture)
+
+
+def write_page(out: Path, caption: str, table: str) -> None:
+    """out.md: the figure, its caption and its table, each of which docs/generate.py takes over."""
+    Path(f"{out}.md").write_text(f"![{out.name}]({out.name}.svg)\n\n{caption}\n{table}")
+
+
+def read_figure(out: Path) -> tuple[pd.DataFrame, dict[str, str]]:
+    figure = json.loads((out.parent / "data" / "figures.json").read_text())[out.name]
+    return pd.read_csv(out.parent / "data" / f"{out.name}.csv"), figure
+
+
+def redraw(out: Path) -> str:
+    """Writes out.svg and out.md from data/ beside them; returns the table of results."""
+    data, figure = read_figure(out)
+    table, scores, were_kept = summary(data), aggregate(data), "mean" not in data
+    draw(table, scores, figure, out)
+    text = final_table(table, figure["note"]) + ("" if scores is None else f"\n{aggregate_table(scores)}")
+    write_page(out, caption(table, figure, were_kept, scores is not None), text)
+    return text
+
+
+# The interactive page
+
+
+def page_data(folder: Path) -> dict[str, Any]:
+    """All curves and final results of a folder by environment, as report_page.html takes them."""
+    envs, known = {}, yardsticks()
+    for name in json.loads((folder / "data" / "figures.json").read_text()):
+        data, figure = read_figure(folder / name)
+        table = summary(data)
+        note = figure["note"].partition(";")[0]
+        for (env_id, script, settings), rows in table.groupby(CURVE, dropna=False):
+            points = rows[rows.metric == figure["tag"]]
+            points = points.iloc[np.linspace(0, len(points) - 1, min(len(points), PAGE_POINTS)).astype(int)]
+            settings = settings if isinstance(settings, str) else note
+            curve = {"script": script, "settings": settings, "figure": name, "metric": figure["tag"]}
+            curve |= {"seeds": int(rows.seeds.max())}
+            for column in ("step", "cpu_seconds", "wall_seconds", "mean", "low", "high"):
+                values = points[column] if column in points else pd.Series(dtype=float)
+                curve[column] = None if values.isna().all() else [float(f"{x:.5g}") for x in values]
+            for metric in [*FINAL, PLANNED]:
+                final = rows[rows.metric == metric]
+                curve[metric] = (
+                    [float(f"{x:.5g}") for x in final[["mean", "low", "high"]].iloc[0].dropna()] if len(final) else []
+                )
+            curve["steps"] = float(rows.step.max())
+            envs.setdefault(env_id, {"curves": [], "yardsticks": []})["curves"].append(curve)
+    for x in known.itertuples():
+        if x.env_id in envs:
+            about = {"metric": x.metric, "kind": x.kind, "label": x.label, "score": x.score, "source": x.source}
+            envs[x.env_id]["yardsticks"].append(about)
+    return envs
+
+
+def write_html(folder: Path) -> None:
+    """folder/report.html: one page with everything in it, from data/ alone."""
+    data = json.dumps(page_data(folder), sort_keys=True, separators=(",", ":")).replace("</", "<\\/")
+    page = (HERE / "report_page.html").read_text()
+    (folder / "report.html").write_text(page.replace("/*DATA*/null", data))
+
+
+def main(args: Args) -> None:
+    data = read_runs(args.runs, [args.tag, RETURN, NUM_EPISODES, EVAL], args.unfinished)
+    drawn = data[data.metric == args.tag]
+    if drawn.empty:
+        sys.exit(f"no run has {args.tag}; there is {', '.join(sorted(data.metric.unique()))}")
+    folder = args.out.parent / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    points = pd.concat([thin(drawn), final_results(data)])
+    written = {"step": "{:.8g}", "cpu_seconds": "{:.5g}", "wall_seconds": "{:.5g}", "value": "{:.6g}"}
+    texts = {
+        name: points[name].map(lambda x, form=form: form.format(x) if x == x else "") for name, form in written.items()
+    }
+    points.assign(**texts).to_csv(folder / f"{args.out.name}.csv", index=False)
+    index = folder / "figures.json"
+    figures = json.loads(index.read_text()) if index.exists() else {}
+    figures[args.out.name] = {"tag": args.tag, "note": args.note, "command": args.command}
+    index.write_text(json.dumps(figures, indent=2, sort_keys=True) + "\n")
+    print(redraw(args.out), end="")
+    write_html(args.out.parent)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

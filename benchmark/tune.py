@@ -1,0 +1,313 @@
+"""Search the settings of any script with Optuna; run it again to go on, after a kill or with more trials.
+
+    python benchmark/tune.py --command "python cleanmarl/mappo.py" --env-ids mpe/simple_spread_v3 \\
+        --params learning_rate=1e-4..1e-2 update_epochs=1..15 activation=tanh,relu norm_adv \\
+        --num-trials 30 --workers 2 --runs-dir runs/tune -- --total-timesteps 400000 --eval-interval 40000
+
+A parameter is a field of the script's `Args`: NAME=LOW..HIGH (on a log scale if HIGH is ten times LOW or more, as rates
+are), NAME=A,B,C, or NAME alone if its annotation says all of its values (a bool, a Literal, a UnitFloat). A range must
+lie in that of the annotation. The first trial has the script's defaults.
+
+A trial runs every environment and seed, one after the other, as `benchmark/run.py` does: with logs, a manifest, a
+second try, and with --resume for what was interrupted. Its score is the mean of their last evaluations; with several
+environments each is scaled so that 0 is random and 1 the best known of benchmark/yardsticks.csv. Evaluations on the way
+(--eval-interval) decide whether a trial is worse than the median of the others at that point: then it is stopped. The
+study is RUNS_DIR/study.db (SQLite), its table RUNS_DIR/trials.csv.
+"""
+
+import dataclasses
+import importlib.util
+import shlex
+import signal
+import statistics
+import sys
+import threading
+import time
+import typing
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cleanmarl.cli import UsageError, check, check_range, flag, limits
+
+import optuna
+import tyro
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState
+from report import EVAL, yardsticks  # benchmark/report.py
+from run import Trial, lock  # benchmark/run.py
+from speed import to_argv  # benchmark/speed.py
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+START_UP = 5  # trials before any is compared with the median
+POLL_SECONDS = 2.0
+
+
+class RunFailed(Exception):
+    """A run of a trial ended twice with an error, or has nothing to judge it by."""
+
+
+@dataclass
+class Args:
+    command: str
+    """command of a script; `python` is the interpreter that runs this program"""
+    env_ids: list[str]
+    """environments"""
+    params: list[str]
+    """what to search: NAME=LOW..HIGH, NAME=A,B,C or NAME"""
+    num_trials: int = 20
+    """trials in all, with those of earlier calls"""
+    num_seeds: int = 1
+    """every trial runs each environment with the seeds 1 to this"""
+    workers: int = 1
+    """trials at a time"""
+    metric: str = EVAL
+    """what is maximised"""
+    runs_dir: Path = Path("runs/tune")
+    """where the study, the run folders, the manifest and the logs go"""
+
+
+def script_args(command: str) -> type:
+    """The class Args of the script that a command runs, by path or with -m."""
+    argv = to_argv(command)
+    if "-m" in argv:
+        spec = importlib.util.find_spec(argv[argv.index("-m") + 1])
+    else:
+        path = next((word for word in argv if word.endswith(".py")), None)
+        check(path is not None and Path(path).exists(), f"there is no script in: {command}")
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for annotations
+    spec.loader.exec_module(module)
+    return module.Args
+
+
+def plain(hint: Any) -> Any:
+    """The type in a hint without its limits and without None: float for UnitFloat | None."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return plain(typing.get_args(hint)[0])
+    inner = [x for x in typing.get_args(hint) if x is not type(None)]
+    return plain(inner[0]) if type(None) in typing.get_args(hint) else hint
+
+
+def read_param(text: str, args_class: type) -> BaseDistribution:
+    """NAME=LOW..HIGH | NAME=A,B,C | NAME -> a distribution inside the range of the annotation, or UsageError."""
+    name, _, values = text.partition("=")
+    hint = typing.get_type_hints(args_class, include_extras=True).get(name)
+    check(hint is not None, f"--params {text}: the script has no {flag(name)}")
+    kind = plain(hint)
+    listed = [False, True] if kind is bool else list(typing.get_args(kind))  # all values of a bool or a Literal
+    if listed:
+        chosen = [value for value in listed if str(value) in values.split(",")] if values else listed
+        check(len(chosen) == len(values.split(",")) or not values, f"--params {text}: there are only {listed}")
+        return CategoricalDistribution(chosen)
+    check(kind in (int, float), f"--params {text}: {flag(name)} is no number, bool or Literal")
+    low, dots, high = values.partition("..")
+    try:
+        if values and not dots:
+            ends = [kind(word) for word in values.split(",")]
+        elif values:
+            ends = [kind(low), kind(high)]
+        else:  # of limits(hint) a Ge or Gt and an Le or Lt
+            found = {
+                side: getattr(x, side) for x in limits(hint) for side in ("ge", "gt", "le", "lt") if hasattr(x, side)
+            }
+            ends = [found[side] for side in ("ge", "gt", "le", "lt") if side in found]
+            check(len(ends) == 2, f"--params {name} needs a range, {name}=LOW..HIGH: its annotation has no two ends")
+    except ValueError as error:
+        raise UsageError(f"--params {text}: {error}") from error
+    for end in ends if values else ():
+        check_range(flag(name), end, hint)
+    if values and not dots:
+        return CategoricalDistribution(ends)
+    low, high = ends
+    check(low < high, f"--params {text}: the range is empty")
+    make = IntDistribution if kind is int else FloatDistribution
+    return make(low, high, log=low > 0 and high >= 10 * low)
+
+
+def default_params(args_class: type, space: dict[str, BaseDistribution]) -> dict[str, Any] | None:
+    """The script's defaults of the parameters, if the space has them."""
+    params = {field.name: field.default for field in dataclasses.fields(args_class) if field.name in space}
+    for name, distribution in space.items():
+        if isinstance(distribution, CategoricalDistribution):
+            inside = params[name] in distribution.choices
+        else:
+            inside = params[name] is not None and distribution.low <= params[name] <= distribution.high
+        if not inside:
+            return None
+    return params
+
+
+def to_flags(params: dict[str, Any]) -> list[str]:
+    """Parameters as words of a command line, the same for the same parameters, so that a run is found again."""
+    words = []
+    for name, value in params.items():
+        if isinstance(value, bool):
+            words.append(flag(name) if value else f"--no-{flag(name)[2:]}")
+        else:
+            words += [flag(name), f"{value:.6g}" if isinstance(value, float) else str(value)]
+    return words
+
+
+def scales(env_ids: list[str], metric: str) -> dict[str, tuple[float, float]]:
+    """Random and best-known score of each environment; of a single one (0, 1), which changes nothing."""
+    if len(env_ids) == 1:
+        return {env_ids[0]: (0.0, 1.0)}
+    known = yardsticks()
+    known = known[known.metric == metric.partition("/")[2]]
+    known = known.pivot_table(index="env_id", columns="kind", values="score").reindex(env_ids)[["random", "best"]]
+    missing = known.index[known.isna().any(axis=1)]
+    check(not len(missing), f"benchmark/yardsticks.csv has no random and best {metric} of {', '.join(missing)}")
+    return {env_id: (row.random, row.best) for env_id, row in known.iterrows()}
+
+
+class Search:
+    """A study and what its trials need. A trial is a run of each environment and seed; its value their mean score."""
+
+    def __init__(self, args: Args, flags: list[str], stops: Callable[[], int]):
+        self.args, self.flags, self.stops = args, flags, stops
+        self.script = script_args(args.command)
+        self.space = {text.partition("=")[0]: read_param(text, self.script) for text in args.params}
+        self.scales = scales(args.env_ids, args.metric)
+        args.runs_dir.mkdir(parents=True, exist_ok=True)
+        self.file = (args.runs_dir / "study.lock").open("a")
+        check(lock(self.file), f"another program is searching in {args.runs_dir}")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.study = optuna.create_study(
+            storage=f"sqlite:///{args.runs_dir / 'study.db'}",
+            study_name="tune",
+            direction="maximize",
+            sampler=optuna.samplers.TPESampler(seed=1),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=START_UP, n_warmup_steps=0),
+            load_if_exists=True,
+        )
+        if not self.study.trials and (params := default_params(self.script, self.space)) is not None:
+            self.study.enqueue_trial(params)
+        for trial in self.study.get_trials(states=[TrialState.RUNNING]):  # of a call that was killed: first of all
+            self.study.tell(trial.number, state=TrialState.FAIL)
+            self.study.enqueue_trial(trial.params)
+        self.num_open, self.lock = args.num_trials - len(self.ended()), threading.Lock()
+
+    def ended(self) -> list[optuna.trial.FrozenTrial]:
+        """The trials that count: complete, stopped early, or failed by themselves."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        return [trial for trial in self.study.trials if trial.state in states or "error" in trial.user_attrs]
+
+    def work(self) -> None:
+        """Run trials until there are enough."""
+        while not self.stops():
+            with self.lock:
+                if self.num_open <= 0:
+                    return
+                self.num_open -= 1
+                trial = self.study.ask(self.space)
+            try:
+                value = self.value(trial)
+            except optuna.TrialPruned:
+                self.study.tell(trial, state=TrialState.PRUNED)
+            except RunFailed as error:
+                trial.set_user_attr("error", str(error))
+                self.study.tell(trial, state=TrialState.FAIL)
+            else:
+                if value is not None:
+                    self.study.tell(trial, value)
+            self.show(trial)
+
+    def value(self, trial: optuna.Trial) -> float | None:
+        """The mean score of the runs; None if they were interrupted. Raises TrialPruned, RunFailed."""
+        scores: list[float] = []  # of the runs that are over
+        reported: list[float] = []  # what the study was told of the trial
+        for seed in range(1, self.args.num_seeds + 1):
+            for env_id in self.args.env_ids:
+                flags = [*self.flags, *to_flags(trial.params)]
+                run = Trial(self.args.command, env_id, seed, flags, self.args.runs_dir)
+                curve = self.play(run, trial, scores, reported)
+                if curve is None:
+                    return None
+                scores.append(curve[-1])
+        return statistics.mean(scores)
+
+    def play(self, run: Trial, trial: optuna.Trial, scores: list[float], reported: list[float]) -> list[float] | None:
+        """One run to its end, each evaluation told to the study; its curve, or None if it was interrupted."""
+        curve: list[float] = []
+        looked, is_pruned = 0.0, False
+
+        def look() -> None:
+            for score in self.curve(run)[len(curve) :]:
+                curve.append(score)
+                reported.append(statistics.mean([*scores, score]))
+                trial.report(reported[-1], len(reported))
+
+        def stops() -> int:
+            nonlocal looked, is_pruned
+            if not is_pruned and time.monotonic() - looked > POLL_SECONDS:
+                look()
+                looked, is_pruned = time.monotonic(), trial.should_prune()
+            return is_pruned + self.stops()
+
+        status = run.run(stops)
+        if is_pruned:
+            raise optuna.TrialPruned
+        if status == "interrupted":
+            return None
+        look()
+        if status == "failed" or not curve:
+            raise RunFailed(f"no {self.args.metric}, the end of {run.log}:\n{run.tail()}")
+        return curve
+
+    def curve(self, run: Trial) -> list[float]:
+        """The scores of a run's evaluations so far."""
+        folder = run.folder()
+        if folder is None or not folder.exists():
+            return []
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        events.Reload()
+        points = events.Scalars(self.args.metric) if self.args.metric in events.Tags()["scalars"] else []
+        random, best = self.scales[run.about["env_id"]]
+        return [(point.value - random) / (best - random) for point in points]
+
+    def show(self, trial: optuna.Trial) -> None:
+        """A line for a trial that ended, and the table of all."""
+        with self.lock:
+            frozen = self.study.trials[trial.number]
+            score = "" if frozen.value is None else f" {frozen.value:.4g}"
+            state = "interrupted" if frozen.state == TrialState.RUNNING else frozen.state.name.lower()
+            words = shlex.join(to_flags(trial.params))
+            print(f"{len(self.ended())} of {self.args.num_trials}: {state}{score}: {words}", flush=True)
+            if "error" in frozen.user_attrs:
+                print(frozen.user_attrs["error"], end="", flush=True)
+            columns = ("number", "state", "value", "duration", "params")
+            self.study.trials_dataframe(columns).to_csv(self.args.runs_dir / "trials.csv", index=False)
+
+
+def main(args: Args, flags: list[str]) -> int:
+    """Search until there are enough trials; returns the exit status."""
+    signals: list[int] = []
+    try:
+        search = Search(args, flags, lambda: len(signals))
+    except UsageError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _frame: signals.append(signum))
+    with ThreadPoolExecutor(args.workers) as pool:
+        for worker in [pool.submit(search.work) for _ in range(args.workers)]:
+            worker.result()
+    if signals:
+        return 128 + signals[0]
+    if not search.study.get_trials(states=[TrialState.COMPLETE]):
+        return 1
+    best = search.study.best_trial
+    print(
+        f"best: {best.value:.4g} in trial {best.number}: {args.command} {shlex.join([*flags, *to_flags(best.params)])}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    argv = sys.argv[1:]
+    cut = argv.index("--") if "--" in argv else len(argv)
+    sys.exit(main(tyro.cli(Args, description=__doc__, args=argv[:cut]), argv[cut + 1 :]))
