@@ -4,11 +4,11 @@ import re
 import sys
 from collections import Counter
 
+import cleanmarl.envs
+
 import optional
 import pytest
 import toys
-
-import cleanmarl.envs
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
-"""The benchmark tools on real event files and real processes: the runner, the plots and the speed harness."""
+"""The benchmark tools on real processes: the runner and the speed harness."""
 
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,187 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("tensorboard")
-pd = pytest.importorskip("pandas")
-pytest.importorskip("matplotlib")
-
-from torch.utils.tensorboard import SummaryWriter  # noqa: E402
-
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 import hand_written  # noqa: E402
-import plot  # noqa: E402
-import redraw  # noqa: E402
 import speed  # noqa: E402
 
 sys.path.remove(str(BENCHMARK))  # its run.py must not stand in for another module of that name
 
 
-def write_run(
-    folder: Path, points: dict[str, list], seed=1, script="ppo", env_id="CartPole-v1", done=True, **args
-) -> Path:
-    """A run folder like a script's, with points = tag -> [(step, value), ...]."""
-    folder.mkdir(parents=True)
-    meta = {"script": script, "args": {"env_id": env_id, "seed": seed, **args}}
-    (folder / "args.json").write_text(json.dumps(meta))
-    with SummaryWriter(str(folder)) as writer:
-        for tag, values in points.items():
-            for step, value in values:
-                writer.add_scalar(tag, value, step)
-    if done:
-        (folder / "done.json").write_text("{}")
-    return folder
-
-
 def cli(script: str, *argv, cwd: Path, **kwargs) -> subprocess.CompletedProcess:
     argv = [sys.executable, str(BENCHMARK / script), *map(str, argv)]
     return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=120, **kwargs)
-
-
-# plot.py
-
-
-def test_read_run_gives_a_tidy_table_of_all_points(tmp_path):
-    points = [(step, step / 10) for step in range(0, 21_000, 2)]  # more than EventAccumulator keeps by default
-    table = plot.read_run(write_run(tmp_path / "a", {"x": points, "y": [(7, 1.0)]}, seed=3), ["x", "y", "absent"])
-    assert list(table.columns) == ["env_id", "script", "seed", "tag", "step", "value"]
-    assert table[table.tag == "x"].step.tolist() == [step for step, _ in points]
-    np.testing.assert_allclose(table[table.tag == "x"].value, [value for _, value in points], rtol=1e-6)
-    assert table[table.tag == "y"].iloc[0].tolist() == ["CartPole-v1", "ppo", 3, "y", 7, 1.0]
-
-
-def test_points_that_a_resumed_run_wrote_twice_count_once(tmp_path):
-    folder = write_run(tmp_path / "a", {"x": [(10, 1.0), (20, 2.0), (30, 3.0)]})
-    time.sleep(1.1)  # event files are told apart, and put in order, by the second
-    with SummaryWriter(str(folder), purge_step=21) as writer:  # resumed from a checkpoint at step 20
-        for step, value in [(30, -3.0), (40, -4.0)]:
-            writer.add_scalar("x", value, step)
-    table = plot.read_run(folder, ["x"])
-    assert table.step.tolist() == [10, 20, 30, 40]
-    assert table.value.tolist() == [1.0, 2.0, -3.0, -4.0]
-
-
-def test_points_are_interpolated_onto_the_steps_that_all_seeds_cover():
-    points = [(1, 0, 0.0), (1, 100, 10.0), (2, 20, 40.0), (2, 80, 100.0), (2, 120, 140.0)]  # values s / 10 and 20 + s
-    rows = [("e", "ppo", seed, "x", step, value) for seed, step, value in points]
-    thin = plot.thin(pd.DataFrame(rows, columns=["env_id", "script", "seed", "tag", "step", "value"]))
-    assert len(thin) == 2 * plot.GRID_POINTS
-    curve = plot.summary(thin)
-    grid = curve.step.to_numpy()
-    assert (grid[0], grid[-1], len(grid)) == (20, 100, plot.GRID_POINTS) and set(curve.seeds) == {2}
-    np.testing.assert_allclose(curve["mean"], (grid / 10 + 20 + grid) / 2)
-    np.testing.assert_allclose(curve.low, grid / 10)  # of two seeds, the bootstrap draws one twice half of the time
-    np.testing.assert_allclose(curve.high, 20 + grid)
-    assert plot.summary(curve) is curve  # as data that were read back from a figure are
-
-
-def test_interval_agrees_with_rliable():
-    library = pytest.importorskip("rliable.library")
-    values = np.random.default_rng(0).normal(size=(6, 3)) * [1, 10, 100]
-    scores = {"a": values[:, None]}  # (runs, tasks, points)
-    _, ends = library.get_interval_estimates(scores, lambda s: s.mean(axis=(0, 1)), reps=2000)
-    mean, low, high = plot.interval(values)
-    np.testing.assert_allclose(mean, values.mean(0))
-    width = high - low
-    assert (np.abs(low - ends["a"][0]) < 0.1 * width).all() and (np.abs(high - ends["a"][1]) < 0.1 * width).all()
-
-
-def test_interval_of_one_seed_is_unknown():
-    mean, low, high = plot.interval(np.array([[3.0, 4.0]]))
-    assert mean.tolist() == [3.0, 4.0]
-    assert np.isnan(low).all() and np.isnan(high).all()
-
-
-def test_last_return_weighs_points_by_their_episodes():
-    returns = [(10, 1.0), (20, 2.0), (40, 4.0)]
-    counts = [(10, 200), (20, 270), (30, 270), (40, 310)]  # 200, 70, 0 and 40 episodes; none ended up to step 30
-    rows = [(plot.RETURN, *p) for p in returns] + [(plot.NUM_EPISODES, *p) for p in counts]
-    run = pd.DataFrame(rows, columns=["tag", "step", "value"])
-    assert plot.last_return(run) == pytest.approx((40 * 4.0 + 60 * 2.0) / 100)
-    assert plot.last_return(run, 150) == pytest.approx((40 * 4.0 + 70 * 2.0 + 40 * 1.0) / 150)
-    assert plot.last_return(run, 1000) == pytest.approx((40 * 4.0 + 70 * 2.0 + 200 * 1.0) / 310)  # fewer: all of them
-    assert np.isnan(plot.last_return(run[run.tag == plot.NUM_EPISODES]))
-
-
-def test_plot_writes_curves_and_tables(tmp_path):
-    for env_id in ("CartPole-v1", "mpe/simple_spread_v3"):
-        for seed in (1, 2, 3):
-            steps = range(512, 300_000, 512)
-            points = {
-                plot.RETURN: [(s, seed + np.sin(s) * (s < 290_000)) for s in steps],
-                plot.NUM_EPISODES: [(s, s // 8) for s in steps],
-            }
-            points[plot.EVAL] = [(1000, 0.0), (2000, 10.0 * seed)]
-            write_run(tmp_path / "runs" / f"{env_id[:4]}{seed}", points, seed=seed, env_id=env_id)
-    broken = write_run(tmp_path / "runs" / "unfinished", {plot.RETURN: [(512, 1e6)]}, seed=4, done=False)
-    flags = ["--line", "CartPole-v1:random=22.5", "--note", "the defaults", "--command", "benchmark/x.sh"]
-    result = cli("plot.py", "runs", "--out", "docs/a.b", *flags, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert str(broken.relative_to(tmp_path)) in result.stderr
-    picture, caption, table = (tmp_path / "docs" / "a.b.md").read_text().split("\n\n")
-    assert picture == "![a.b](a.b.svg)" and table == result.stdout
-    for part in ("mean of 3 seeds", "interval, which for 3 seeds is their range", "The defaults.", "benchmark/x.sh"):
-        assert part in caption
-    assert "Dashed: random 22.5." in caption
-    row = next(line for line in table.splitlines() if "CartPole-v1" in line)
-    assert "| ppo | 3 | 299520 | 2.00 [1.00, 3.00] |" in row and "| 20.0 [10.0, 30.0] |" in row
-    data = pd.read_csv(tmp_path / "docs" / "data" / "a.b.csv")
-    assert set(data.seed) == {1, 2, 3} and len(data) == 2 * 3 * (plot.GRID_POINTS + 2)
-    svg = (tmp_path / "docs" / "a.b.svg").read_text()
-    assert svg.count("environment steps") == 2 and svg.count(">random<") == 1 and "ppo (3 seeds)" in svg
-    assert len(svg) < 200_000
-
-    drawn = {path.name: path.read_bytes() for path in (tmp_path / "docs").glob("a.b.*")}
-    for path in (tmp_path / "docs").glob("a.b.*"):
-        path.unlink()
-    plot.redraw(tmp_path / "docs" / "a.b")  # from the data alone
-    assert {path.name: path.read_bytes() for path in (tmp_path / "docs").glob("a.b.*")} == drawn
-
-    assert cli("plot.py", "runs", "--out", "docs/a.b", "--unfinished", cwd=tmp_path).returncode == 0
-    assert set(pd.read_csv(tmp_path / "docs" / "data" / "a.b.csv").seed) == {1, 2, 3, 4}
-
-
-def test_plot_groups_by_a_flag_and_refuses_one_seed_twice(tmp_path):
-    for num_envs in (4, 8):
-        write_run(tmp_path / f"runs/{num_envs}", {plot.RETURN: [(1, 0.0), (2, num_envs)]}, num_envs=num_envs)
-    refused = cli("plot.py", "runs", "--out", "a", cwd=tmp_path)
-    assert refused.returncode == 1 and "two runs of" in refused.stderr and not (tmp_path / "data").exists()
-    assert cli("plot.py", "runs", "--out", "a", "--group-by", "num_envs", cwd=tmp_path).returncode == 0
-    assert set(pd.read_csv(tmp_path / "data" / "a.csv").script) == {"ppo num_envs=4", "ppo num_envs=8"}
-
-
-# redraw.py
-
-
-def comparable(path: Path) -> tuple[str, np.ndarray]:
-    """A file's text without numbers and the names that an SVG makes from them, and its numbers."""
-    text = re.sub(r"\b[mp][0-9a-f]{10}\b", "", path.read_text())
-    number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
-    return re.sub(number, "0", text), np.array([float(x) for x in re.findall(number, text)])
-
-
-def test_published_figures_and_tables_are_redrawn_from_their_data(tmp_path):
-    published = BENCHMARK.parent / "docs" / "results"
-    shutil.copytree(published / "data", tmp_path / "results" / "data")
-    redraw.main(redraw.Args(tmp_path / "results"))
-    files = {path.name for path in published.iterdir() if path.is_file()}
-    assert files == {path.name for path in (tmp_path / "results").iterdir() if path.is_file()} and len(files) > 80
-    for name in files:
-        if name.endswith(".md"):
-            assert (tmp_path / "results" / name).read_text() == (published / name).read_text()
-        else:  # another machine may round otherwise
-            (text, numbers), (published_text, published_numbers) = map(
-                comparable, (tmp_path / "results" / name, published / name)
-            )
-            assert text == published_text, name
-            np.testing.assert_allclose(numbers, published_numbers, atol=0.01, err_msg=name)
-
-
-def test_every_learning_curve_says_its_settings_and_its_commands():
-    data = BENCHMARK.parent / "docs" / "results" / "data"
-    for name, figure in json.loads((data / "figures.json").read_text()).items():
-        assert figure["note"] and (BENCHMARK.parent / figure["command"]).exists(), name
-        assert (data / f"{name}.csv").stat().st_size < 300_000, name
 
 
 # run.py
@@ -221,7 +49,7 @@ if Path("crash").exists() and args["--seed"] == "2":
     raise RuntimeError("the environment died")
 (folder / "started").touch()
 if Path("slow").exists():
-    time.sleep(60)
+    time.sleep(float(Path("slow").read_text() or 60))
 (folder / "checkpoint.pt").write_text("saved")
 (folder / "done.json").write_text("{}")
 """
@@ -236,6 +64,9 @@ def toy(tmp_path):
 def run_cli(toy: Path, *flags, num_seeds=2, env_ids=("a/b",)) -> subprocess.CompletedProcess:
     argv = ["--command", "python toy.py", "--env-ids", *env_ids, "--num-seeds", num_seeds, "--workers", 2]
     return cli("run.py", *argv, *(["--", *flags] if flags else []), cwd=toy)
+
+
+GRID = ["--command", "python toy.py", "--env-ids", "e"]
 
 
 def manifest(toy: Path) -> dict:
@@ -260,24 +91,33 @@ def test_runner_runs_every_trial_once(toy):
     assert {"git_commit", "machine"} <= set(entry) and entry["machine"]["cores"] >= 1
     assert "run folder: " in (toy / entry["log"]).read_text()
 
+    (attempt,) = entry["tries"]
+    assert attempt["exit_status"] == 0 and attempt["wall_seconds"] > 0 and 0 < attempt["cpu_seconds"] < 60
+    assert entry["wall_seconds"] == attempt["wall_seconds"] and entry["versions"]["torch"]
+    assert "4 of 4 done, 0 running, 0 failed" in result.stdout
+
     again = run_cli(toy, "--lr", "0.1", env_ids=("a/b", "c"))
     assert again.returncode == 0 and again.stdout.count("skipped") == 4 and len(folders(toy)) == 4
     other_flags = run_cli(toy, "--lr", "0.2")
     assert other_flags.returncode == 0 and "skipped" not in other_flags.stdout and len(folders(toy)) == 6
 
 
-def test_runner_reports_a_failed_trial_and_repeats_only_that_one(toy):
+def test_runner_tries_a_trial_that_fails_twice_and_later_repeats_only_that_one(toy):
     (toy / "crash").touch()
     result = run_cli(toy, num_seeds=3)
     assert result.returncode == 1
     assert "seed 2: failed" in result.stdout and "the environment died" in result.stdout
     entries = manifest(toy)
     assert {e["seed"]: e["status"] for e in entries.values()} == {1: "finished", 2: "failed", 3: "finished"}
-    assert entries["python toy.py --env-id a/b --seed 2"]["exit_status"] == 1
+    failed = entries["python toy.py --env-id a/b --seed 2"]
+    assert failed["exit_status"] == 1 and [t["exit_status"] for t in failed["tries"]] == [1, 1]
     (toy / "crash").unlink()
     again = run_cli(toy, num_seeds=3)
     assert again.returncode == 0 and again.stdout.count("skipped") == 2
-    assert len(folders(toy)) == 4  # without a checkpoint it started anew, and the broken folder stays
+    assert len(folders(toy)) == 5  # without a checkpoint it started anew, and the broken folders stay
+    entry = manifest(toy)["python toy.py --env-id a/b --seed 2"]
+    assert [t["exit_status"] for t in entry["tries"]] == [1, 1, 0] and entry["status"] == "finished"
+    assert entry["cpu_seconds"] == pytest.approx(sum(t["cpu_seconds"] for t in entry["tries"]), abs=0.01)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -286,8 +126,10 @@ def test_runner_passes_a_signal_on_and_resumes(toy, signum):
     argv = [sys.executable, BENCHMARK / "run.py", "--command", "python toy.py", "--env-ids", "e", "--num-seeds", "3"]
     runner = subprocess.Popen([*argv, "--workers", "2"], cwd=toy, stdout=subprocess.PIPE, text=True)
     wait_for(lambda: len(list((toy / "runs").glob("*/started"))) == 2)
-    second = cli("run.py", "--command", "python toy.py", "--env-ids", "e", "--num-seeds", "1", cwd=toy)
-    assert second.returncode == 1 and "already running" in second.stdout and len(folders(toy)) == 2
+    second = subprocess.Popen([*argv[:-1], "1"], cwd=toy, stdout=subprocess.PIPE, text=True)  # waits for seed 1
+    assert "another program runs it" in second.stdout.readline() and len(folders(toy)) == 2
+    second.terminate()
+    assert second.wait(timeout=30) == 128 + signal.SIGTERM
     os.kill(runner.pid, signum)
     output, _ = runner.communicate(timeout=30)
     assert runner.returncode == 128 + signum, output
@@ -304,6 +146,44 @@ def test_runner_passes_a_signal_on_and_resumes(toy, signum):
     assert result.returncode == 0, result.stdout
     assert len(folders(toy)) == 3 and all((folder / "done.json").exists() for folder in interrupted)
     assert {e["status"] for e in manifest(toy).values()} == {"finished"}
+
+
+def test_a_trial_whose_runner_was_killed_is_waited_for(toy):
+    (toy / "slow").write_text("3")
+    runner = subprocess.Popen([sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "1"], cwd=toy)
+    wait_for(lambda: len(list((toy / "runs").glob("*/started"))) == 1)
+    runner.kill()
+    runner.wait()
+    result = cli("run.py", *GRID, "--num-seeds", "1", cwd=toy)
+    assert result.returncode == 0 and len(folders(toy)) == 1, result.stdout  # its process went on and finished
+
+
+def test_slurm_script_runs_one_trial_for_each_index(toy):
+    assert run_cli(toy, "--lr", "0.1", num_seeds=1).returncode == 0
+    argv = ["--command", "python toy.py", "--env-ids", "a/b", "c d", "--num-seeds", "2", "--workers", "3"]
+    result = cli("run.py", *argv, "--backend", "slurm", "--", "--lr", "0.1", cwd=toy, env=without_slurm(toy))
+    assert result.returncode == 0 and "sbatch runs/grid.sbatch" in result.stdout, result.stderr
+    script = toy / "runs" / "grid.sbatch"
+    assert "#SBATCH --array=1,2,3%3\n" in script.read_text()  # the first is finished
+    for index in ("1", "2", "3"):
+        subprocess.run(["bash", script], env={**os.environ, "SLURM_ARRAY_TASK_ID": index}, check=True, cwd="/")
+    entries = manifest(toy).values()
+    assert {(e["env_id"], e["seed"]) for e in entries} == {(e, s) for e in ("a/b", "c d") for s in (1, 2)}
+    assert {e["status"] for e in entries} == {"finished"} and len(folders(toy)) == 4
+
+    (toy / "bin").mkdir()
+    (toy / "bin" / "sbatch").write_text("#!/bin/sh\ntouch submitted\n")
+    (toy / "bin" / "sbatch").chmod(0o755)
+    path = f"{toy / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    argv[-3] = "3"  # one more seed of each
+    result = cli("run.py", *argv, "--backend", "slurm", "--", "--lr", "0.1", cwd=toy, env={**os.environ, "PATH": path})
+    assert result.returncode == 0 and (toy / "submitted").exists() and "--array=2,5%3" in script.read_text()
+
+
+def without_slurm(toy: Path) -> dict:
+    """An environment whose PATH has no sbatch."""
+    folders = [f for f in os.environ["PATH"].split(os.pathsep) if not Path(f, "sbatch").exists()]
+    return {**os.environ, "PATH": os.pathsep.join(folders)}
 
 
 def wait_for(condition, seconds: float = 30) -> None:
@@ -358,6 +238,24 @@ def test_speed_compares_two_commands(tmp_path):
     order = [line.split()[2] for line in result.stderr.splitlines() if line.startswith("repeat")]
     assert order == ["ours:", "peer:", "peer:", "ours:"]
     assert "2 cores" in result.stdout or f"{os.cpu_count()} cores" in result.stdout
+
+
+def test_speed_measures_a_pair_for_the_table(tmp_path, monkeypatch):
+    """Its row replaces an earlier one of the same name, and the docs' tables are made of it."""
+    (tmp_path / "busy.py").write_text(BUSY)
+    (tmp_path / "peer.sh").write_text(f"exec {sys.executable} {tmp_path / 'busy.py'} $1 250\n")
+    texts = {"settings": "equal | work", "ours_differs": "", "peer_differs": "nothing of note"}
+    work = {"ours": f"python {tmp_path / 'busy.py'} {{steps}} 1000", "steps": 600}
+    work |= {"peer": "bash {peers}/peer.sh {steps}", "peer_steps": 150}
+    monkeypatch.setattr(speed, "PAIRS", [speed.Pair("busy", "a peer", **work, **texts)])
+    monkeypatch.setattr(speed, "TABLE", tmp_path / "speed.csv")
+    for repeats in (1, 2):
+        speed.measure_table(speed.Args(table=True, peers=tmp_path, repeats=repeats))
+    (row,) = speed.read_table()
+    assert row["n"] == "2" and 2 < float(row["ratio_min"]) <= float(row["ratio"]) <= float(row["ratio_max"]) < 8
+    assert int(row["peer_min"]) <= int(row["peer"]) <= int(row["peer_max"]) < int(row["ours_min"])
+    with pytest.raises(SystemExit, match="--table needs --peers"):
+        speed.measure_table(speed.Args(table=True))
 
 
 def test_speed_stops_at_a_command_that_fails(tmp_path):
@@ -418,6 +316,11 @@ def test_hand_written_listener_goes_where_the_speaker_knows():
     told, not_told = (hand_written.play(hand_written.Args(num_episodes=256), told) for told in (True, False))
     assert told.shape == (256,)
     assert -40 < not_told.mean() < -25 < told.mean() < -10  # a random pair has -79.5
+
+
+def test_hand_written_agents_spread():
+    returns = hand_written.play_spread(hand_written.Args(num_episodes=32))
+    assert returns.shape == (32,) and -30 < returns.mean() < -15  # a random team has -79.3
 
 
 def test_hand_written_listener_knows_the_physics():

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cleanmarl
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from toys import scalars
-
-import cleanmarl
-from cleanmarl.run import load_checkpoint
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = re.findall(

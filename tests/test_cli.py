@@ -1,15 +1,13 @@
 """cli.py: declared ranges hold for every number of a dataclass, with one line that says what is allowed."""
 
+import dataclasses
+import importlib
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-import pytest
-import torch
-from annotated_types import Ge, Gt, Interval, Le, Lt
-from hypothesis import given
-from hypothesis import strategies as st
-
+from cleanmarl.__main__ import scripts
 from cleanmarl.cli import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,8 +17,16 @@ from cleanmarl.cli import (
     UnitFloat,
     UsageError,
     check_range,
+    flag,
+    parse,
     set_up,
 )
+
+import pytest
+import torch
+from annotated_types import Ge, Gt, Interval, Le, Lt
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 @dataclass
@@ -90,3 +96,27 @@ def test_set_up_makes_runs_repeat():
     assert torch.equal(*draws) and torch.get_num_threads() == 1
     with pytest.raises(UsageError, match=r"^--device nothing is not there .*--device cpu always is$"):
         set_up(Args(device="nothing"))
+
+
+@pytest.mark.parametrize("script", scripts())
+def test_help_has_every_flag_in_its_box_with_its_range(script, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    module = importlib.import_module(f"cleanmarl.{script}")
+    with pytest.raises(SystemExit) as stopped:
+        parse(module.Args, ["--gamma", "0.9", "--help"], script)
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert module.__doc__.splitlines()[0] in " ".join(text.split())
+    _, *parts = re.split(r"^ (\w+) options +\n -+ *\n", text, flags=re.MULTILINE)  # without Unicode, no boxes
+    boxes = dict(zip(parts[::2], parts[1::2]))
+    assert list(boxes) == ["environment", "algorithm", "run"]
+    flags = {}  # box -> flag -> what is said of it
+    for name, box in boxes.items():
+        _, *parts = re.split(r"^ {2}(--[\w-]+)", box, flags=re.MULTILINE)
+        flags[name] = dict(zip(parts[::2], [" ".join(part.split()) for part in parts[1::2]]))
+    assert {"--env-id", "--total-timesteps"} <= flags["environment"].keys()
+    assert flags["run"].keys() >= {flag(field.name) for field in dataclasses.fields(RunArgs)}
+    shown = [name for box in flags.values() for name in box]
+    assert sorted(shown) == sorted(flag(field.name) for field in dataclasses.fields(module.Args))
+    assert re.search(r"\(in \[0, 1\]; default: [\d. ]+\)$", flags["algorithm"]["--gamma"])
+    assert "(at least 0; default: " in flags["run"]["--eval-episodes"]

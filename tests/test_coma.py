@@ -2,16 +2,16 @@
 
 import sys
 
+from cleanmarl import coma, enjoy
+from cleanmarl.cli import launch
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Quiet, make_rollout
-
-from cleanmarl import coma, enjoy
-from cleanmarl.cli import launch
-from cleanmarl.run import load_checkpoint
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
 

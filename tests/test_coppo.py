@@ -4,16 +4,16 @@ import dataclasses
 import itertools
 import sys
 
-import numpy as np
-import pytest
-import torch
-from toys import Quiet, double, make_rollout
-
 from cleanmarl import coppo, enjoy, mappo
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import Networks
 from cleanmarl.run import load_checkpoint
+
+import numpy as np
+import pytest
+import torch
+from toys import Quiet, double, make_rollout
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "num_minibatches": 1, "eval_episodes": 0}
 INF = float("inf")
@@ -326,7 +326,7 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.learning
 def test_learns_simple_spread_in_seconds(tmp_path):
-    args = coppo.Args(total_timesteps=160_000, runs_dir=str(tmp_path), eval_episodes=0)
+    args = coppo.Args(total_timesteps=64_000, runs_dir=str(tmp_path), eval_episodes=0)
     folder = coppo.main(args)
     envs = coppo.make_envs(args, 32)
     agent = coppo.Agent(envs, args)

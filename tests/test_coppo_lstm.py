@@ -6,16 +6,16 @@ What it shares with ippo_lstm.py and mappo_lstm.py is in test_recurrent_family.p
 import dataclasses
 import itertools
 
+from cleanmarl import coppo, coppo_lstm, mappo_lstm
+from cleanmarl.coppo_lstm import Args
+from cleanmarl.layers import Networks
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import test_recurrent_family as family
 import torch
 from toys import double
-
-from cleanmarl import coppo, coppo_lstm, mappo_lstm
-from cleanmarl.coppo_lstm import Args
-from cleanmarl.layers import Networks
-from cleanmarl.run import load_checkpoint
 
 SMALL = family.SMALL | {"num_minibatches": 1}
 NOISE = "toy/team?see=noise&varied=True"

@@ -3,16 +3,16 @@
 import itertools
 import sys
 
+from cleanmarl import coppo_matrix, enjoy
+from cleanmarl.cli import launch
+from cleanmarl.layers import Networks
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from test_coppo import INF, SMALL, equations, moved
 from toys import Quiet, double, make_rollout
-
-from cleanmarl import coppo_matrix, enjoy
-from cleanmarl.cli import launch
-from cleanmarl.layers import Networks
-from cleanmarl.run import load_checkpoint
 
 
 def collected(args, scale=100.0, epsilon=0.0):

@@ -12,10 +12,10 @@ from html import unescape
 from pathlib import Path
 from types import ModuleType
 
+from cleanmarl.envs import EnvError, make
+
 import numpy as np
 import pytest
-
-from cleanmarl.envs import EnvError, make
 
 pytest.importorskip("sphinx")
 pytest.importorskip("myst_parser")
@@ -69,13 +69,13 @@ def has_anchor(page: Path, anchor: str) -> bool:
 
 
 def test_benchmarks_has_every_published_result(site):
-    rows = [row[2:4] for row in table_cells(site / "benchmarks.html") if len(row) == 5]
+    rows = [row[1:3] for row in table_cells(site / "benchmarks.html") if len(row) == 5]
     published = 0
     for table in DOCS.glob("results/*.md"):
         for line in table.read_text().splitlines():
             cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if len(cells) == 6 and cells[1] in PAGES:  # environment, script, seeds, steps, two results
-                assert cells[4:] in rows, f"{table.name}: {line}"
+            if len(cells) == 7 and cells[1] in PAGES:  # environment, script, settings, seeds, steps, two results
+                assert cells[5:] in rows, f"{table.name}: {line}"
                 published += 1
     assert published >= 8
 
@@ -86,14 +86,14 @@ def test_every_figure_is_on_one_page_with_its_caption_and_its_table(site):
         (owner,) = (page for page, text in pages.items() if f"/{name}.svg" in text)
         text = unescape(re.sub(r"<[^>]*>", "", pages[owner]))
         assert re.sub(r"[`*]", "", caption) in text, name
-        assert [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")] in table_cells(
+        assert [cell.replace("`", "").strip() for cell in table.splitlines()[-1].strip("|").split("|")] in table_cells(
             site / "algorithms" / f"{owner}.html"
         )
 
 
 def test_results_hold_nothing_written_by_hand():
-    """Every file there is drawn from the data: a picture, its caption and table."""
-    results = {path.name for path in (DOCS / "results").iterdir()} - {"data"}
+    """Every file there is made from the data: a picture, its caption and table, the page of all."""
+    results = {path.name for path in (DOCS / "results").iterdir()} - {"data", "report.html"}
     assert {Path(name).suffix for name in results} == {".svg", ".md"}
     for page in (DOCS / "results").glob("*.md"):
         assert page.read_text().startswith(f"![{page.stem}]({page.stem}.svg)\n\n")
@@ -214,12 +214,15 @@ def test_results_go_to_the_page_whose_name_is_longest(tmp_path):
 
 def test_flags_of_all_scripts_follow_those_of_the_script(tmp_path):
     generate = load_generate(tmp_path / "docs")
-    (tmp_path / "cli.py").write_text('class RunArgs:\n    seed: int = 1\n    """seed"""\n    device: str = "cpu"\n')
+    of_all = 'class RunArgs:\n    seed: int = 1\n    """seed"""\n    device: str = "cpu"\n'
+    (tmp_path / "cli.py").write_text(of_all + "class OnPolicyArgs(RunArgs):\n    compile: bool = False\n")
     script = tmp_path / "x.py"
     script.write_text('class Args(RunArgs):\n    gamma: float = 0.9\n    """discount"""\n    seed: int = 7\n')
     own, common = generate.flags_table(script).split("These change no learning")
     assert "| `--gamma` | `0.9` | discount |" in own and "| `--seed` | `7` | seed |" in own
-    assert "| `--device` | `cpu` |" in common and "--seed" not in common
+    assert "| `--device` | `cpu` |" in common and "--seed" not in common and "--compile" not in common
+    script.write_text(script.read_text().replace("RunArgs", "OnPolicyArgs"))
+    assert "--device" in generate.flags_table(script) and "`--compile`, `--no-compile`" in generate.flags_table(script)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
@@ -281,14 +284,36 @@ def test_readme_names_every_script():
     assert {name for name in scripts if f"[`{name}`](cleanmarl/{name})" not in readme} == set()
 
 
+def test_readme_shows_the_lines_of_the_script():
+    """All but the docstring, and from the left margin."""
+    script = (ROOT / "cleanmarl" / "mappo.py").read_text()
+    script = re.sub(r'(def mappo_loss[^\n]*\n)    """.*?"""\n', r"\1", script, flags=re.DOTALL)
+    script = "\n".join(line.strip() for line in script.splitlines())
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    assert len(blocks) == 2 and blocks[0].startswith("def mappo_loss")
+    for block in blocks:
+        assert "\n".join(line.strip() for line in block.splitlines()) in script
+    assert len(readme.splitlines()) < 150
+
+
+def test_pictures_of_the_front_page_are_there():
+    readme = (ROOT / "README.md").read_text()
+    pictures = [ROOT / path for path in re.findall(r'<img src="(.*?)"', readme)]
+    assert len(pictures) == 2 and all(path.exists() for path in pictures)
+    assert (DOCS / "figures" / "simple_spread.gif").stat().st_size < 400_000
+
+
 WITH_COMMANDS = [page for folder in ("docs/algorithms", "docs", ".") for page in sorted(ROOT.glob(f"{folder}/*.md"))]
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda path: path.stem)
 def test_commands_have_flags_that_their_scripts_have(page):
     """Every `--flag` of a command that runs a script, in a block or within a line."""
-    of_all = generate.flags(ROOT / "cleanmarl" / "cli.py", "RunArgs")
-    rows = {path.stem: [*generate.flags(path), *of_all] for path in generate.scripts()}
+    of_class = {name: generate.flags(ROOT / "cleanmarl" / "cli.py", name) for name in ("RunArgs", "OnPolicyArgs")}
+    rows = {path.stem: [*generate.flags(path), *of_class["RunArgs"]] for path in generate.scripts()}
+    for path in generate.scripts():
+        rows[path.stem] += of_class["OnPolicyArgs"] if "(OnPolicyArgs)" in path.read_text() else []
     text = re.sub(r"\\\n\s*", "", page.read_text())  # one line for each command
     text = re.sub(r'"[^"\s]*"', "WORD", text)  # other quotes are around whole commands
     for script, flags in re.findall(r'\bcleanmarl[/.](\w+?)(?:\.py)?((?: [^`#"\n]*)?)(?=[`#"\n])', text):

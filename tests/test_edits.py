@@ -11,13 +11,13 @@ import re
 import sys
 from pathlib import Path
 
+import cleanmarl
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import optional
 import pytest
 import torch
-
-import cleanmarl
-from cleanmarl.run import load_checkpoint
 
 # a hidden layer, its number of units, and its activation
 HIDDEN = (
@@ -26,10 +26,8 @@ HIDDEN = (
 KEEP_RATIOS = [
     (r"\n\n\n@dataclass\n", r"\n\nRATIOS = []\n\n\n@dataclass\n"),
     (r"(\n +)((?:ratio = log_ratio|log_rho = log_prob - batch).*)", r"\1\2\1RATIOS.append(KEPT)"),
-    (
-        r"(std=|actor\.weight, )0\.01\)",
-        r"\g<1>1.0)",
-    ),  # policies that differ from one observation to another from the start on
+    # policies that differ from one observation to another from the start on (a trunk shared with V-trace starts so)
+    (r"(std=|actor\.weight, )(?:0\.01|1\.0)\)", r"\g<1>1.0)"),
 ]
 ACTIVATION = [(r"(?<!: )\b(nn\.Tanh|nn\.ReLU|activation)\(\)", "nn.GELU()")]
 LAYERS = [(HIDDEN, r"\1\2\1nn.LayerNorm(\3),\4\5,\1nn.Linear(\3, \3),\4nn.SiLU(),")]
@@ -149,11 +147,23 @@ def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script,
 
 WITHOUT_RATIOS = {  # losses that need no probability of what acted: arguments of some updates
     "coma": {"total_timesteps": 200, "num_envs": 4, "num_steps": 25},
+    "coma_lstm": {"total_timesteps": 200, "num_envs": 4, "num_steps": 25},
     "maddpg": {"total_timesteps": 100, "batch_size": 2},
     "maddpg_multienvs": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
     "maddpg_continuous_action": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
     "maddpg_lstm": {"total_timesteps": 100, "batch_size": 2},
     "maddpg_lstm_multienvs": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "dop": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2, "on_policy_episodes": 2},
+    "facmac": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "facmac_continuous_action": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "masac": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "masac_continuous_action": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "idqn": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "vdn": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "qmix": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "qtran": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "vdn_lstm": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
+    "qmix_lstm": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
 }
 MADDPG = [
     (
@@ -162,14 +172,21 @@ MADDPG = [
     ),
     (r"(return -\(q \* batch\.alive.*)", r"\1 + agent.predictor(batch.obs).square().mean()"),
 ]
-COMA = [*ACTIVATION, *LAYERS, (HEADS[0][0], r"\1self.predictor = nn.Linear(18, 5)\1\2")]
+MASAC = [MADDPG[0], (r"(return -\(q \* batch\.alive.*clamp\(min=1\))", MADDPG[1][1])]
+DOP = [MADDPG[0], (r"(return -\(gain \* batch\.weight.*)", MADDPG[1][1])]
+VALUES = [(MADDPG[0][0].replace("actor", "q_network"), MADDPG[0][1])]
+VALUES += [(r"(\n +)(optimizer\.zero_grad\(\))", r"\1loss = loss + agent.predictor(batch.obs).square().mean()\1\2")]
+COMA = [*ACTIVATION, *LAYERS, *KEEP_RATIOS[2:], (HEADS[0][0], r"\1self.predictor = nn.Linear(18, 5)\1\2")]
 COMA += [(HEADS[1][0], r"\1\2\1loss = loss + agent.predictor(batch.obs).square().mean()")]
+
+EDITS_OF = {"coma": COMA, "maddpg": MADDPG, "facmac": MADDPG, "masac": MASAC, "dop": DOP}
 
 
 @pytest.mark.parametrize("script", WITHOUT_RATIOS)
 def test_an_edited_copy_without_ratios_acts_as_it_learns_trains_what_is_new_and_resumes(script, tmp_path):
     flags = WITHOUT_RATIOS[script] | {"eval_episodes": 2, "runs_dir": str(tmp_path)}
-    module = copy_of(script, COMA if script == "coma" else MADDPG, tmp_path, 18)
+    edits = next((x for name, x in EDITS_OF.items() if script.startswith(name)), VALUES)
+    module = copy_of(script, edits, tmp_path, 18)
     args = module.Args(**flags)
     module.set_up(args)
     folder = module.main(args)
@@ -204,8 +221,14 @@ def what_the_loss_sees(agent, obs):
     mask = torch.ones(*obs.shape[:3], 5, dtype=torch.bool)
     if hasattr(agent, "action"):
         return (agent.action(obs) + 1) / 2  # the units of the environment
-    if hasattr(agent, "share_parameters"):  # COMA's rows
-        return agent.logits(obs.flatten(0, 1), mask.flatten(0, 1)).unflatten(0, obs.shape[:2])
+    if hasattr(agent, "normal"):
+        return (agent.normal(agent.actor(obs))[0].tanh() + 1) / 2
+    if hasattr(agent, "q_network"):
+        return agent.values(*((obs, mask.any(-1)) if hasattr(agent.q_network, "memory_size") else (obs,)))
+    if hasattr(agent, "share_parameters"):  # COMA's rows, step after step
+        memory = [torch.zeros(len(obs), 3, agent.actor.memory_size)] if hasattr(agent.actor, "memory_size") else []
+        rows = (x.swapaxes(0, 1).flatten(0, 1) for x in (obs, mask))
+        return agent.logits(*rows, *memory).unflatten(0, (-1, len(obs))).swapaxes(0, 1)
     return agent.logits(obs, mask)
 
 

@@ -1,22 +1,25 @@
 """enjoy.py on real run folders: numbers, greedy and sampled actions, films, and what it says of other folders."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from cleanmarl import enjoy, ippo, ippo_per_agent, ppo
+from cleanmarl.envs import EnvError, lbf
+from cleanmarl.evaluate import FilmError, Window
+from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint, write_checkpoint
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from optional import needs
+from optional import need, needs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from cleanmarl import enjoy, ippo_per_agent, ppo
-from cleanmarl.envs import EnvError
-from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint, write_checkpoint
 
 MOVIEPY = needs("moviepy")
 
@@ -120,8 +123,11 @@ def test_film(run_folder, suffix, tmp_path, capsys):
     assert path.read_bytes()[: 6 if suffix == ".gif" else 8][-4:] in (b"F89a", b"ftyp")
     with VideoFileClip(str(path)) as clip:
         frames = [frame.copy() for frame in clip.iter_frames()]
+        fps = 50 if run_folder.name.startswith("CartPole") else 10  # as the environments say
+        assert suffix == ".gif" or clip.fps == fps
     assert frames[0].ndim == 3 and frames[0].std() > 0
-    assert abs(len(frames) - metrics["eval/ep_length"]) <= 2
+    ends = len(frames) - metrics["eval/ep_length"]  # half a second; a GIF may have one picture for them
+    assert abs(ends - fps // 2) <= 2 or (suffix == ".gif" and -2 <= ends <= fps // 2)
     assert any(not np.array_equal(frames[0], frame) for frame in frames[1:])  # something moves
 
 
@@ -200,9 +206,99 @@ def test_an_environment_without_pictures_trains_and_can_be_played(tmp_path, caps
         enjoy.main(enjoy.Args(folder, video=tmp_path / "a.gif", render=True))
 
 
-def test_render_in_a_window(ppo_run, monkeypatch):
+@pytest.mark.parametrize("run_folder", ["ppo_run", "ippo_run"], indirect=True)
+def test_render_in_a_window(run_folder, monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")  # a window that nobody sees
-    assert enjoy.main(enjoy.Args(ppo_run, episodes=1, render=True))["eval/ep_length"] > 0
+    start = time.monotonic()
+    length = enjoy.main(enjoy.Args(run_folder, episodes=1, render=True, fps=100))["eval/ep_length"]
+    assert time.monotonic() - start >= length / 100
+
+
+def test_who_closes_the_window_stops(monkeypatch):
+    import pygame
+
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    window = Window("title")
+    frame = np.random.default_rng(1).integers(256, size=(20, 30, 3), dtype=np.uint8)
+    window.append(frame)
+    np.testing.assert_array_equal(pygame.surfarray.array3d(pygame.display.get_surface()).swapaxes(0, 1), frame)
+    pygame.event.post(pygame.event.Event(pygame.QUIT))
+    with pytest.raises(KeyboardInterrupt):
+        window.append(frame)
+    pygame.display.quit()
+
+
+def test_render_without_a_display_names_the_other_way(ippo_run):
+    env = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")}
+    line = [sys.executable, "-m", "cleanmarl.enjoy", str(ippo_run), "--render"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 2 and done.stdout == ""
+    said = [line for line in done.stderr.splitlines() if line.startswith("enjoy:")]  # SDL may say a word of its own
+    assert len(said) == 1 and said[0].startswith("enjoy: --render finds no display")
+    assert said[0].endswith("--video FILM.gif films the episodes instead")
+
+
+@MOVIEPY
+@pytest.mark.parametrize("env_id", ["lbf/Foraging-8x8-2p-2f-coop-v3", "rware/rware-tiny-2ag-v2?max_steps=20"])
+def test_films_that_their_packages_make_on_a_display_only(env_id, tmp_path, monkeypatch, capsys):
+    need(*(["lbforaging"] if env_id.startswith("lbf") else ["rware"]))
+    monkeypatch.delenv("DISPLAY", raising=False)
+    args = {"num_envs": 2, "num_steps": 20, "num_minibatches": 1, "total_timesteps": 40, "eval_episodes": 0}
+    folder = ippo.main(ippo.Args(env_id=env_id, capture_video=True, runs_dir=str(tmp_path), **args))
+    assert "no video" not in capsys.readouterr().out
+    assert (folder / "videos" / "step-40.mp4").stat().st_size > 1000 and (folder / "done.json").exists()
+
+
+def test_pictures_of_foraging_show_what_is_where():
+    need("lbforaging")
+    env = lbf.parallel_env("Foraging-5x5-2p-1f-v3")
+    env.reset(seed=1)
+    env.env.field[:] = 0
+    env.env.field[1, 3] = 1
+    env.env.players[0].position, env.env.players[1].position = (4, 0), (2, 2)
+    frame = lbf.picture(env.env).astype(int)
+    assert frame.shape == (200, 200, 3)
+    places = [(1, 3), (4, 0), (2, 2), (0, 0)]
+    green, first, second, nothing = (frame[row * 40 + 11, column * 40 + 11] for row, column in places)
+    assert green[1] > green[0] + 50 and green[1] > green[2] + 50
+    assert (nothing > 240).all() and (first < 240).any() and (second < 240).any() and (first != second).any()
+
+
+class Blind(Plain):
+    """One whose package lacks a picture, as envpool lacks that of Jumanji's foraging."""
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        raise FileNotFoundError("Failed to load image: agent.png\nin some folder")
+
+
+gym.register("Blind-v0", Blind)
+
+
+@MOVIEPY
+def test_a_film_that_fails_costs_no_run(tmp_path, capsys):
+    args = ppo.Args(env_id="Blind-v0", total_timesteps=512, eval_episodes=2, runs_dir=str(tmp_path), capture_video=True)
+    folder = ppo.main(args)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "video" in line] == ["no video: no picture of the environment: in some folder"]
+    assert (folder / "done.json").exists() and not list(folder.rglob("*.mp4"))
+    with pytest.raises(FilmError, match="no picture of the environment: in some folder"):
+        enjoy.main(enjoy.Args(folder, episodes=1, video=tmp_path / "a.gif"))
+
+
+@MOVIEPY
+def test_films_during_training_change_nothing(tmp_path):
+    def train(**flags) -> tuple[Path, dict]:
+        folder = ppo.main(ppo.Args(total_timesteps=1536, eval_episodes=0, runs_dir=str(tmp_path), **flags))
+        return folder, load_checkpoint(folder)["modules"]["agent"]
+
+    folder, agent = train(capture_video=True, video_interval=512)
+    _, plain = train()
+    assert sorted(path.name for path in (folder / "videos").iterdir()) == [f"step-{n}.mp4" for n in (1024, 1536, 512)]
+    assert all(torch.equal(agent[key], plain[key]) for key in plain)
 
 
 def test_command(ppo_run, tmp_path):

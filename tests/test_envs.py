@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cleanmarl
+from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make, make_gymnasium
+from cleanmarl.envs.__main__ import bench, describe, each_size, list_ids
+
 import gymnasium as gym
 import numpy as np
 import pytest
 from optional import needs
-
-import cleanmarl
-from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make, make_gymnasium
-from cleanmarl.envs.__main__ import bench, describe, each_size, list_ids
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,6 +254,7 @@ def test_matrix_games_of_the_paper_by_example():
         ("climbing", {}, [[11, -30, 0], [-30, 7, 0], [0, 6, 5]]),
         ("penalty-2p", {}, [[10, 0, -100], [0, 2, 0], [-100, 0, 10]]),
         ("penalty-2p", {"k": -7.5}, [[10, 0, -7.5], [0, 2, 0], [-7.5, 0, 10]]),
+        ("qtran", {}, [[8, -12, -12], [-12, 0, 0], [-12, 0, 0]]),
     ],
 )
 def test_matrix_games_of_two_agents(name, options, table):
@@ -451,6 +452,20 @@ def test_observations_as_vectors():
         if isinstance(space, gym.spaces.Discrete):
             assert (obs.sum(1) == 1).all() and {*obs.ravel().tolist()} == {0, 1}
     assert make_gymnasium("Spaces-v0", 2, observation_space=space).single_observation_space == space
+
+
+def test_environments_of_neighbouring_seeds_differ():
+    """Not only at the same index, as seeds of seed + i would do; and environment i is the same one whatever N is."""
+
+    def first(num_envs, seed):
+        return make_gymnasium("CartPole-v1", num_envs).reset(seed=seed)[0].copy()
+
+    starts = np.concatenate([first(4, seed) for seed in range(5)])
+    assert len(np.unique(starts, axis=0)) == 20
+    np.testing.assert_array_equal(first(2, 3), starts[12:14])
+    envs = make_gymnasium("CartPole-v1", 4)
+    envs.reset(seed=3)
+    assert len(np.unique(np.concatenate([starts, envs.reset()[0]]), axis=0)) == 24  # without a seed they go on
 
 
 @pytest.mark.parametrize(
@@ -802,7 +817,7 @@ def test_command_line():
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     done = run("list", "matrix")
-    assert done.returncode == 0 and done.stdout.count("matrix/") == 9 and not done.stderr
+    assert done.returncode == 0 and done.stdout.count("matrix/") == 10 and not done.stderr
     done = run("bench", "mpe/simple_spraed_v3")
     assert done.returncode == 2 and done.stderr.startswith("envs: unknown environment") and not done.stdout
     done = run("list", "atari")

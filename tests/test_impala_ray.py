@@ -1,11 +1,19 @@
 """impala_ray.py on a Ray cluster of two nodes, one of which is killed; its loss; two learners that average."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+
+from cleanmarl import actors as processes
+from cleanmarl import enjoy, impala_ray
+from cleanmarl.cli import RunError, UsageError, launch
+from cleanmarl.envs import workers
+from cleanmarl.run import load_checkpoint
 
 import gymnasium as gym
 import numpy as np
@@ -14,11 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from toys import scalars as learned
-
-from cleanmarl import actors as processes
-from cleanmarl import enjoy, impala_ray
-from cleanmarl.cli import RunError, UsageError, launch
-from cleanmarl.run import load_checkpoint
 
 SMALL = {"num_actors": 2, "total_timesteps": 640, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
 SMALL |= {"updates_per_collect": 1}
@@ -80,7 +83,7 @@ def played(args):
 def learn(unrolls, args):
     torch.manual_seed(0)
     agent = impala_ray.Agent(impala_ray.make_envs(args, 1), args)
-    optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(agent.parameters(), lr=1 / unrolls["action"].size)  # the loss is a sum over the batch
     metrics = impala_ray.update(agent, optimizer, unrolls, args)
     return [p.detach() for p in agent.parameters()], metrics
 
@@ -214,6 +217,28 @@ def wait_for(condition, seconds: float = 240):
     return value
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
+def test_a_stopped_actor_is_reported_and_goes_on(cluster, tmp_path, monkeypatch, capsys):
+    args = impala_ray.Args(**SMALL | {"num_actors": 2, "address": cluster.address}, runs_dir=str(tmp_path))
+    envs = impala_ray.make_envs(args, 1)
+    agent = impala_ray.Agent(envs, args)
+    ray = processes.connect(args.address, args.num_actors)
+    with processes.RayActors(ray, impala_ray.Player, args, agent, impala_ray.unroll_dtype(envs, args), 0) as actors:
+        wait_for(lambda: {int(actors.take(0)["actor"]) for _ in range(4)} == {0, 1})
+        capsys.readouterr()
+        monkeypatch.setattr(workers, "SILENCE", 2.0)
+        commands = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/cmdline")}
+        pids = [pid for pid, command in commands.items() if command.startswith("ray::RayActor")]
+        assert len(pids) == 2
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        threading.Timer(7, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids]).start()
+        heard = {int(actors.take(0)["actor"]) for _ in range(12)}
+    lines = capsys.readouterr().err.splitlines()
+    assert heard == {0, 1} and len(lines) >= 2
+    assert all(re.fullmatch(r"actor [01] has been silent for \d+ seconds; waiting for it", line) for line in lines)
+
+
 def test_deterministic_runs_repeat(cluster, tmp_path):
     flags = SMALL | {"deterministic": True, "address": cluster.address, "runs_dir": str(tmp_path)}
     one, same = (learned(impala_ray.main(impala_ray.Args(**flags))) for _ in range(2))
@@ -263,6 +288,21 @@ def test_refused(cluster, tmp_path):
     for address in ("127.0.0.1:1", "nonsense"):
         assert f"there is no Ray cluster at --address {address}; begin one" in refused(address=address)
     assert "--rho-clip 0.5 must be at least" in refused(rho_clip=0.5)
+
+
+def test_a_token_that_ray_keeps_is_named(tmp_path, monkeypatch):
+    """A local ray.init() leaves it; a cluster that is begun afterwards wants it from everybody."""
+    pytest.importorskip("ray", reason="ray is not installed: python bootstrap.py ray")
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for mode, is_named in ((None, True), ("disabled", True), ("token", False)):
+        monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+        if mode is not None:
+            monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        with pytest.raises(UsageError) as error:
+            processes.connect("127.0.0.1:1", 1)
+        assert ("auth_token: export RAY_AUTH_MODE=token" in str(error.value)) == is_named
 
 
 def test_without_ray(tmp_path, monkeypatch, capfd):

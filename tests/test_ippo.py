@@ -2,18 +2,18 @@
 
 import sys
 
+from cleanmarl import enjoy, ippo
+from cleanmarl.cli import launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import AgentIds, StackedLinear
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Quiet, make_rollout
-
-from cleanmarl import enjoy, ippo
-from cleanmarl.cli import launch
-from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import AgentIds, StackedLinear
-from cleanmarl.run import load_checkpoint
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
 

@@ -5,16 +5,16 @@
 
 import sys
 
-import numpy as np
-import pytest
-import torch
-from toys import HIGH, LOW, Quiet, make_rollout
-
 from cleanmarl import enjoy, ippo_continuous_action
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
 from cleanmarl.ippo_continuous_action import Args
 from cleanmarl.run import load_checkpoint
+
+import numpy as np
+import pytest
+import torch
+from toys import HIGH, LOW, Quiet, make_rollout
 
 SPREAD = Args.env_id
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}

@@ -3,15 +3,15 @@
 What it shares with mappo_lstm.py and coppo_lstm.py is in test_recurrent_family.py.
 """
 
-import numpy as np
-import pytest
-import test_recurrent_family as family
-
 from cleanmarl import ippo, ippo_lstm
 from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
 from cleanmarl.evaluate import evaluate
 from cleanmarl.ippo_lstm import Args
 from cleanmarl.run import load_checkpoint
+
+import numpy as np
+import pytest
+import test_recurrent_family as family
 
 SMALL = family.SMALL
 
@@ -72,7 +72,14 @@ class Recall(MultiAgentVectorEnv):
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_learns_what_needs_memory_in_seconds(cell, monkeypatch, tmp_path):
     monkeypatch.setattr(ippo_lstm, "make", lambda env_id, num_envs, **options: Recall(num_envs))
-    sizes = {"total_timesteps": 16_384, "num_envs": 64, "num_steps": 4, "hidden_dim": 16, "eval_episodes": 0}
+    sizes = {
+        "total_timesteps": 16_384,
+        "num_envs": 64,
+        "num_steps": 4,
+        "actor_hidden_dim": 16,
+        "critic_hidden_dim": 16,
+        "eval_episodes": 0,
+    }
     rates = {"learning_rate": 3e-3, "critic_learning_rate": 3e-3}
     args = Args(env_id="recall", cell=cell, **sizes, **rates, runs_dir=str(tmp_path))
     saved = load_checkpoint(ippo_lstm.main(args))["modules"]["agent"]

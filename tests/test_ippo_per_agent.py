@@ -2,6 +2,12 @@
 
 import sys
 
+from cleanmarl import enjoy, ippo_per_agent
+from cleanmarl.cli import launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import Networks, StackedLinear
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +15,6 @@ import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Quiet, make_rollout
-
-from cleanmarl import enjoy, ippo_per_agent
-from cleanmarl.cli import launch
-from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import Networks, StackedLinear
-from cleanmarl.run import load_checkpoint
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
 GAMMA, SCALE = (0.9, 0.8, 0.7), (1.0, 10.0, 1.0)
@@ -187,7 +187,7 @@ def test_dead_agents_add_nothing(toy):
 
 # proves ippo-5
 def test_rewards_and_what_follows_a_time_limit_are_each_agents_own(toy):
-    args = ippo_per_agent.Args(env_id=toy, **SMALL, gamma=GAMMA, reward_scale=SCALE)
+    args = ippo_per_agent.Args(env_id=toy, **SMALL, gamma=GAMMA, reward_scale=SCALE, normalize_value=False)
     agent, rollout, _ = collected(args)
     time = np.arange(50) % 6
     assert (rollout.done[:, 0, 0] == (time == 5)).all()
@@ -201,7 +201,8 @@ def test_rewards_and_what_follows_a_time_limit_are_each_agents_own(toy):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_dead_of_a_team_go_on_earning(shared, team):
-    args = ippo_per_agent.Args(env_id=team, **SMALL, gamma=GAMMA, reward_scale=SCALE, share_parameters=shared)
+    settings = {"gamma": GAMMA, "reward_scale": SCALE, "share_parameters": shared, "normalize_value": False}
+    args = ippo_per_agent.Args(env_id=team, **SMALL, **settings)
     agent, rollout, batch = collected(args)
     time, dead = np.arange(50) % 6, 1 - batch.alive
     assert dead.any() and (rollout.done == (time == 5)[:, None, None]).all()  # no death among them
@@ -278,11 +279,11 @@ def test_warm_up_acts_at_random_and_does_not_learn(toy, tmp_path):
     trained = {}
     for name, changes in {
         "warm-up": {"random_timesteps": 204},  # the second rollout begins at random, too
-        "late": {"learning_starts": 401},
+        "late": {"learning_starts": 401, "total_timesteps": 599},
         "in time": {"learning_starts": 400},
         "neither": {},
     }.items():
-        run_args = ippo_per_agent.Args(env_id=toy, **SMALL, **changes, runs_dir=str(tmp_path))
+        run_args = ippo_per_agent.Args(env_id=toy, **SMALL | changes, runs_dir=str(tmp_path))
         trained[name] = len(load_checkpoint(ippo_per_agent.main(run_args))["modules"]["optimizer"]["state"])
     assert trained == {"warm-up": 0, "late": 0, "in time": 36, "neither": 36}  # tensors that Adam has touched
 

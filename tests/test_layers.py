@@ -2,15 +2,6 @@
 
 import math
 
-import numpy as np
-import pytest
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
-
 from cleanmarl.layers import (
     AgentIds,
     Recurrent,
@@ -21,6 +12,15 @@ from cleanmarl.layers import (
     as_numpy,
     clip_grad_norms_,
 )
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 A, D, H, K = 3, 5, 8, 4
 

@@ -9,19 +9,19 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from toys import Quiet, Toy, double, scalars
-
 from cleanmarl import enjoy, maddpg
 from cleanmarl.cli import launch
 from cleanmarl.envs import make
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import StackedLinear, as_numpy
 from cleanmarl.run import load_checkpoint
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from toys import Quiet, Toy, double, scalars
 
 SMALL = {"total_timesteps": 400, "batch_size": 4, "eval_episodes": 0, "eval_steps": 4, "num_eval_ep": 2, "log_every": 2}
 CPU = torch.device("cpu")
@@ -219,6 +219,23 @@ def test_actor_gradient_is_that_of_a_loop_over_agents(individual):
         torch.testing.assert_close(a, b)
 
 
+# proves maddpg-8
+def test_large_logits_of_legal_actions_and_living_agents_cost():
+    """A mean over the rows of the mean square of all logits, in which those of illegal actions are 0."""
+    _, agent, critic, batch = case(True)
+    parameters, losses = list(agent.parameters()), []
+    for reg in (0.0, 0.5):
+        torch.manual_seed(7)
+        losses.append(maddpg.actor_loss(agent, critic, batch, reg))
+    logits, squares = agent.actor(batch.obs.flatten(0, 1)).view(batch.action_mask.shape), []
+    for b, t, i in batch.alive.nonzero().tolist():
+        squares.append(logits[b, t, i][batch.action_mask[b, t, i]].square().sum() / batch.action_mask.shape[-1])
+    expected = 0.5 * torch.stack(squares).mean()
+    torch.testing.assert_close(losses[1] - losses[0], expected)
+    for ours, theirs in zip(*(torch.autograd.grad(x, parameters) for x in (losses[1] - losses[0], expected))):
+        torch.testing.assert_close(ours, theirs)
+
+
 # proves maddpg-6
 @pytest.mark.parametrize("individual", [False, True])
 def test_padding_adds_nothing(individual):
@@ -317,7 +334,7 @@ def test_update_is_two_descents_with_the_critic_first(optimizer):
     target = maddpg.critic_targets(*targets, batch, args.gamma)
     maddpg.critic_loss(critic2, batch, target).sum().backward()
     reference[1].step()
-    loss = maddpg.actor_loss(agent2, critic2, batch)
+    loss = maddpg.actor_loss(agent2, critic2, batch, args.reg)
     agent2.zero_grad()
     loss.backward()
     reference[0].step()
@@ -484,7 +501,7 @@ def test_buffer_is_saved_and_goes_on_after_loading():
 )
 @pytest.mark.parametrize("flag", [None, True, False])
 def test_there_is_one_critic_for_a_team(env_id, team, flag, tmp_path):
-    args = maddpg.Args(**SMALL | {"total_timesteps": 1}, env_id=env_id, individual_critics=flag, runs_dir=str(tmp_path))
+    args = maddpg.Args(**SMALL | {"total_timesteps": 4}, env_id=env_id, individual_critics=flag, runs_dir=str(tmp_path))
     folder = maddpg.main(args)
     individual = not team if flag is None else flag
     assert json.loads((folder / "args.json").read_text())["args"]["individual_critics"] is individual

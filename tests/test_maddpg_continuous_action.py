@@ -4,19 +4,19 @@ import copy
 import dataclasses
 import sys
 
-import numpy as np
-import pytest
-import torch
-import torch.nn as nn
-from test_maddpg import CPU, SMALL, played, world
-from toys import HIGH, LOW, Quiet, double, scalars
-
 from cleanmarl import enjoy, maddpg_continuous_action
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import as_numpy
 from cleanmarl.maddpg_continuous_action import Agent, Args, Buffer
 from cleanmarl.run import load_checkpoint
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from test_maddpg import CPU, SMALL, played, world
+from toys import HIGH, LOW, Quiet, double, scalars
 
 SPREAD = "mpe/simple_spread_v3?continuous_actions=True"
 

@@ -5,16 +5,16 @@ import copy
 import dataclasses
 import inspect
 
+from cleanmarl import maddpg, maddpg_continuous_action, maddpg_lstm, maddpg_lstm_multienvs, maddpg_multienvs
+from cleanmarl.layers import AgentIds
+from cleanmarl.run import Run, load_checkpoint
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from test_maddpg import CPU, SMALL, recorded, world
-
-from cleanmarl import maddpg, maddpg_continuous_action, maddpg_lstm, maddpg_lstm_multienvs, maddpg_multienvs
-from cleanmarl.layers import AgentIds
-from cleanmarl.run import Run, load_checkpoint
 
 VARIANTS = [maddpg_multienvs, maddpg_lstm, maddpg_lstm_multienvs, maddpg_continuous_action]
 SCRIPTS = [maddpg, *VARIANTS]
@@ -33,11 +33,13 @@ def code(thing) -> str:
 
 @pytest.mark.parametrize("script", VARIANTS)
 def test_copied_parts_are_those_that_the_tests_of_maddpg_prove(script):
-    names = ["Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "update", "soft_update"]
+    names = ["Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "soft_update"]
     if script is not maddpg_continuous_action:
-        names += ["Batch", "Buffer", "actor_loss", "gumbel_noise"]
+        names += ["Batch", "Buffer", "actor_loss", "gumbel_noise", "update"]
     for name in names:
         assert code(getattr(script, name)) == code(getattr(maddpg, name)), name
+    without_logits = code(maddpg.update).replace("batch, args.reg)", "batch)")
+    assert code(maddpg_continuous_action.update) == without_logits != code(maddpg.update)
 
 
 @pytest.mark.parametrize("individual", [False, True])
@@ -88,8 +90,8 @@ def test_a_head_with_a_loss_of_its_own_learns(script, monkeypatch):
     buffer, _ = recorded(script, world(3), args, 40)
     batch, plain_loss = buffer.sample(5, CPU), script.actor_loss
 
-    def with_head(agent, critic, batch):
-        return plain_loss(agent, critic, batch) + agent.head(batch.obs.flatten(0, 1)).square().mean()
+    def with_head(agent, critic, batch, *rest):
+        return plain_loss(agent, critic, batch, *rest) + agent.head(batch.obs.flatten(0, 1)).square().mean()
 
     monkeypatch.setattr(script, "actor_loss", with_head)
     targets, before = copy.deepcopy((agent, critic)), copy.deepcopy((agent, critic))

@@ -3,18 +3,18 @@
 import dataclasses
 import sys
 
+from cleanmarl import enjoy, maddpg_lstm, maddpg_lstm_multienvs
+from cleanmarl.cli import launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import as_numpy
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from test_maddpg import CPU, SMALL, played, world
 from toys import double, scalars
-
-from cleanmarl import enjoy, maddpg_lstm, maddpg_lstm_multienvs
-from cleanmarl.cli import launch
-from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import as_numpy
-from cleanmarl.run import load_checkpoint
 
 SCRIPTS = [maddpg_lstm, maddpg_lstm_multienvs]
 

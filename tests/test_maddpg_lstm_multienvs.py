@@ -2,16 +2,16 @@
 
 import dataclasses
 
+from cleanmarl import enjoy, maddpg_lstm_multienvs
+from cleanmarl.layers import as_numpy
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from test_maddpg import SMALL, played, world
 from test_maddpg_multienvs import episodes_of
 from toys import Quiet, scalars
-
-from cleanmarl import enjoy, maddpg_lstm_multienvs
-from cleanmarl.layers import as_numpy
-from cleanmarl.run import load_checkpoint
 
 
 def test_every_environment_plays_as_if_it_were_alone(monkeypatch):

@@ -3,16 +3,16 @@
 import dataclasses
 import sys
 
+from cleanmarl import enjoy, maddpg, maddpg_multienvs
+from cleanmarl.cli import launch
+from cleanmarl.evaluate import evaluate
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from test_maddpg import CPU, SMALL, played, world
 from toys import Quiet, scalars
-
-from cleanmarl import enjoy, maddpg, maddpg_multienvs
-from cleanmarl.cli import launch
-from cleanmarl.evaluate import evaluate
-from cleanmarl.run import load_checkpoint
 
 
 def episodes_of(buffer, index):

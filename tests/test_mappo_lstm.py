@@ -3,12 +3,12 @@
 What it shares with ippo_lstm.py and coppo_lstm.py is in test_recurrent_family.py.
 """
 
+from cleanmarl import mappo, mappo_lstm
+from cleanmarl.mappo_lstm import Args
+
 import pytest
 import test_recurrent_family as family
 import torch
-
-from cleanmarl import mappo, mappo_lstm
-from cleanmarl.mappo_lstm import Args
 
 SMALL = family.SMALL
 NOISE = "toy/team?see=noise&varied=True"

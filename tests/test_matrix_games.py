@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmark"))
-import matrix_games
-from matrix_games import COMMON, PLAYS, VARIANTS, Games, join, make_optimizer, make_rollout, make_teams, split
-
 from cleanmarl import coma, coppo_matrix
 from cleanmarl.envs import make
+
+import matrix_games
+from matrix_games import COMMON, PLAYS, VARIANTS, Games, join, make_optimizer, make_rollout, make_teams, split
 
 
 def test_split_and_join_are_inverse():

@@ -3,11 +3,11 @@
 import importlib
 import time
 
+from cleanmarl.envs import EnvError, env_seeds, make, mpe
+from cleanmarl.envs.mpe import SCENARIOS
+
 import numpy as np
 import pytest
-
-from cleanmarl.envs import EnvError, env_seeds, make
-from cleanmarl.envs.mpe import SCENARIOS
 
 pytest.importorskip("mpe2")
 
@@ -210,6 +210,35 @@ def test_interface(name, continuous):
         assert termination.shape == truncation.shape == (N,) and termination.dtype == truncation.dtype == bool
 
 
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_blocks_are_steps_of_all_together(name, continuous, monkeypatch):
+    """Seven environments stepped in blocks of two, against all at once; a position that is written counts in both."""
+    options = {"continuous_actions": continuous, "max_cycles": 4}
+    whole = make(f"mpe/{name}", 7, **options)
+    monkeypatch.setattr(mpe, "BLOCK_BYTES", 2 * 8 * whole.plus.size + 1)
+    blocks = make(f"mpe/{name}", 7, **options)
+    assert len(blocks.blocks) == 4
+    monkeypatch.undo()
+    assert len(whole.blocks) == 1
+    results = whole.reset(seed=3), blocks.reset(seed=3)
+    rng = np.random.default_rng(0)
+    for step in range(6):
+        for ours, theirs in zip(*(find_arrays(result) for result in results), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+        for envs in (whole, blocks):
+            envs.pos[4, 0] = [0.1 * step, 0.2]
+        action = random_actions(whole, rng)
+        results = whole.step(action), blocks.step(action)
+    np.testing.assert_allclose(whole.features, blocks.features, rtol=1e-6, atol=1e-7)
+
+
+def find_arrays(result) -> list[np.ndarray]:
+    """Those of what reset or step returns, of its info too."""
+    *arrays, info = result
+    return [*arrays, *(info[key] for key in sorted(info) if isinstance(info[key], np.ndarray))]
+
+
 def test_one_environment_ends_alone():
     """The other environments' rows of the final entries are zero, and their episodes and streams go on untouched."""
     staggered, plain = (make("mpe/simple_tag_v3", 3) for _ in range(2))
@@ -384,7 +413,7 @@ def test_render_draws_discs_where_the_agents_are():
     envs.pos[0] = [[0, 0], [0.6, 0.6]]  # adversary, prey
     frame = envs.render()
     assert frame.shape == (350, 350, 3) and frame.dtype == np.uint8
-    red, green = frame[175, 175].astype(int), frame[87, 262].astype(int)  # y points up: the prey is in the upper half
+    red, green = frame[168, 168].astype(int), frame[83, 259].astype(int)  # y points up: the prey is in the upper half
     assert red[0] > 2 * red[1] and green[1] > 2 * green[0]
     assert (frame[10, 10] > 240).all() and (frame[262, 262] > 240).all()
     envs.pos[0] = [[0, 0], [5, 5]]  # the view widens
@@ -392,6 +421,20 @@ def test_render_draws_discs_where_the_agents_are():
     assert (frame[:30, -30:, 1] > 1.5 * frame[:30, -30:, 0]).any()
     with pytest.raises(EnvError, match="make it with render_mode='rgb_array'"):
         make("mpe/simple_v3", 1).render()
+
+
+def test_render_tells_agents_apart():
+    """Those that mpe2 draws in one colour have shades of it, the same in their names at the bottom."""
+    envs = make("mpe/simple_spread_v3", 1, render_mode="rgb_array")
+    envs.reset(seed=0)
+    envs.pos[0, 3:] = [[0.9, 0.9]] * 3
+    envs.pos[0, :3] = [[-0.6, 0], [0, 0], [0.6, 0]]
+    frame = envs.render().astype(int)
+    colors = [tuple(frame[165, column]) for column in (87, 175, 262)]
+    assert len({*colors}) == 3 and all(color[2] > color[0] for color in colors)
+    for i, color in enumerate(colors):
+        name = frame[330:, round(350 * i / 4) : round(350 * (i + 1) / 4)]
+        assert np.abs(name - np.array(color)).max(-1).min() < 30
 
 
 def test_render_rings_the_goal_and_shows_the_words():

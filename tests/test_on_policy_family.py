@@ -5,22 +5,27 @@ import inspect
 import itertools
 import textwrap
 
+from cleanmarl import (
+    coma,
+    coma_lstm,
+    coppo,
+    coppo_lstm,
+    coppo_matrix,
+    ippo,
+    ippo_continuous_action,
+    ippo_lstm,
+    ippo_per_agent,
+    mappo,
+    mappo_continuous_action,
+    mappo_lstm,
+)
+from cleanmarl.layers import StackedCell, StackedLinear
+
 import numpy as np
 import pytest
 import torch
 from test_maddpg_family import code
 from toys import Quiet, make_rollout
-
-from cleanmarl import (
-    coma,
-    coppo,
-    coppo_matrix,
-    ippo,
-    ippo_continuous_action,
-    ippo_per_agent,
-    mappo,
-    mappo_continuous_action,
-)
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 52, "eval_episodes": 0}
 CONTINUOUS = [ippo_continuous_action, mappo_continuous_action]
@@ -41,7 +46,10 @@ CLIPPED = [coppo, coppo_matrix, *INDEPENDENT, mappo, mappo_continuous_action]
         ([mappo, coppo], ["Agent", "Rollout", "Batch", "collect", "estimate", "make_policy"]),
         ([mappo, mappo_continuous_action], ["estimate", "Agent.value"]),
         ([coppo, coppo_matrix], ["Rollout", "Batch", "ratio_of_others", "update"]),
-        ([coma, coppo_matrix], ["Agent.others_actions"]),
+        ([coma, coppo_matrix, coma_lstm], ["Agent.others_actions"]),
+        ([coma, coma_lstm], ["td_lambda", "of_action", "counterfactual_advantage", "critic_loss", "to_tensors"]),
+        ([coma, coma_lstm], ["Agent.values", "Agent.mean", "make_envs", "gumbel_noise"]),
+        ([mappo_lstm, coma_lstm], ["layer_init", "make_policy", "forgets"]),
         ([s for s in CLIPPED if s is not ippo_per_agent], ["gae"]),
     ],
 )
@@ -85,6 +93,17 @@ def toy_id(script, family):
 def following(script, now):
     """What estimate() is given of what followed a rollout."""
     return now[:1] if script in INDEPENDENT else now
+
+
+@pytest.mark.parametrize("script", [*TEAMS, *INDEPENDENT, coma_lstm, coppo_lstm, ippo_lstm, mappo_lstm])
+def test_actors_and_critics_have_sizes_of_their_own(script, team):
+    args = script.Args(env_id=toy_id(script, team), actor_hidden_dim=5, critic_hidden_dim=7)
+    agent = script.Agent(script.make_envs(args, 1), args)
+    for network, size in ((agent.actor, 5), (agent.critic, 7)):
+        layers = [layer for layer in network if isinstance(layer, StackedLinear)]
+        assert [layer.weight.shape[2] for layer in layers[:-1]] == [size, size]
+        assert layers[-1].weight.shape[1] == size
+        assert all(layer.size_hidden == size for layer in network if isinstance(layer, StackedCell))
 
 
 @pytest.mark.parametrize("script", TEAMS)

@@ -2,6 +2,10 @@
 
 import dataclasses
 
+from cleanmarl import ppo
+from cleanmarl.evaluate import evaluate
+from cleanmarl.run import load_checkpoint
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -10,10 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from toys import Quiet, make_rollout
-
-from cleanmarl import ppo
-from cleanmarl.evaluate import evaluate
-from cleanmarl.run import load_checkpoint
 
 SMALL = {"total_timesteps": 512, "num_envs": 4, "num_steps": 64, "eval_episodes": 0}
 

@@ -2,15 +2,15 @@
 
 import dataclasses
 
+from cleanmarl import enjoy, ppo_atari_lstm
+from cleanmarl.cli import UsageError
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from toys import Quiet, make_rollout
-
-from cleanmarl import enjoy, ppo_atari_lstm
-from cleanmarl.cli import UsageError
-from cleanmarl.run import load_checkpoint
 
 pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
@@ -25,7 +25,7 @@ def make(num_envs=2):
 def make_agent(envs, args=None, spread=30):
     """An agent whose actions depend on what it sees and remembers."""
     torch.manual_seed(0)
-    agent = ppo_atari_lstm.Agent(envs, args)
+    agent = ppo_atari_lstm.Agent(envs, args or ppo_atari_lstm.Args())
     with torch.no_grad():
         agent.actor.weight *= spread
     return agent

@@ -7,15 +7,15 @@ import subprocess
 import sys
 import time
 
-import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
 from cleanmarl import enjoy, ppo_atari_multigpu
 from cleanmarl.cli import UsageError
 from cleanmarl.envs.pool import EnvPool
 from cleanmarl.run import load_checkpoint
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 pytest.importorskip("envpool")
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no Gloo")

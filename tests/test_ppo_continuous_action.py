@@ -7,12 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gymnasium as gym
-import numpy as np
-import pytest
-import torch
-from toys import curves, make_rollout
-
 from cleanmarl import enjoy, ppo_continuous_action
 from cleanmarl.cli import set_up
 from cleanmarl.ppo_continuous_action import (
@@ -28,6 +22,12 @@ from cleanmarl.ppo_continuous_action import (
     ppo_loss,
 )
 from cleanmarl.run import Run, load_checkpoint
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from toys import curves, make_rollout
 
 ROOT = Path(__file__).parents[1]
 

@@ -4,12 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gymnasium as gym
-import numpy as np
-import pytest
-import torch
-from toys import curves, make_rollout
-
 from cleanmarl import enjoy, ppo_multidiscrete
 from cleanmarl.cli import set_up
 from cleanmarl.ppo_multidiscrete import (
@@ -24,6 +18,12 @@ from cleanmarl.ppo_multidiscrete import (
     to_vectors,
 )
 from cleanmarl.run import Run, load_checkpoint
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from toys import curves, make_rollout
 
 ROOT = Path(__file__).parents[1]
 

@@ -4,11 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from toys import curves, make_rollout
-
 from cleanmarl import enjoy, ppo_multidiscrete_mask
 from cleanmarl.cli import set_up
 from cleanmarl.ppo_multidiscrete_mask import (
@@ -22,6 +17,11 @@ from cleanmarl.ppo_multidiscrete_mask import (
     ppo_loss,
 )
 from cleanmarl.run import Run, load_checkpoint
+
+import numpy as np
+import pytest
+import torch
+from toys import curves, make_rollout
 
 ROOT = Path(__file__).parents[1]
 

@@ -3,18 +3,18 @@
 import dataclasses
 import importlib
 
+from cleanmarl import enjoy, ppo_procgen
+from cleanmarl.cli import UsageError
+from cleanmarl.envs import EnvError
+from cleanmarl.envs.pool import EnvPool
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from optional import needs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from toys import Quiet, make_rollout
-
-from cleanmarl import enjoy, ppo_procgen
-from cleanmarl.cli import UsageError
-from cleanmarl.envs import EnvError
-from cleanmarl.envs.pool import EnvPool
-from cleanmarl.run import load_checkpoint
 
 SMALL = {"total_timesteps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 SMALL |= {"eval_episodes": 0}

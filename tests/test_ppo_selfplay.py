@@ -5,11 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from toys import curves, make_rollout
-
 from cleanmarl import enjoy, ppo_selfplay
 from cleanmarl.cli import UsageError, set_up
 from cleanmarl.envs import EnvError
@@ -32,6 +27,11 @@ from cleanmarl.ppo_selfplay import (
     update,
 )
 from cleanmarl.run import Run, load_checkpoint
+
+import numpy as np
+import pytest
+import torch
+from toys import curves, make_rollout
 
 pytest.importorskip("envpool")
 ROOT = Path(__file__).parents[1]
@@ -479,6 +479,8 @@ def test_bad_input(tmp_path, changes, message):
 def test_an_unknown_game_is_refused_in_one_line(tmp_path):
     with pytest.raises(EnvError, match="did you mean ConnectFour-v1"):
         make_envs(small(tmp_path, env_id="ConectFour-v1"), 1)
+    with pytest.raises(UsageError, match=r"knows pgx/ConnectFour-v1 as --env-id ConnectFour-v1$"):
+        make_envs(small(tmp_path, env_id="pgx/ConnectFour-v1"), 1)
     command = [sys.executable, "cleanmarl/ppo_selfplay.py", "--env-id", "Pong-v5", "--runs-dir", tmp_path / "runs"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2

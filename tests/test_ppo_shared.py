@@ -4,15 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from toys import curves, make_rollout
-
 from cleanmarl import enjoy, ppo_shared
 from cleanmarl.cli import set_up
 from cleanmarl.ppo_shared import Agent, Args, collect, estimate, main, make_envs, ppo_loss
 from cleanmarl.run import Run, load_checkpoint
+
+import numpy as np
+import pytest
+import torch
+from toys import curves, make_rollout
 
 ROOT = Path(__file__).parents[1]
 

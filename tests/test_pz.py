@@ -11,12 +11,12 @@ import time
 import warnings
 from pathlib import Path
 
+import cleanmarl
+from cleanmarl.envs import EnvError, env_seeds, make
+
 import gymnasium as gym
 import numpy as np
 import pytest
-
-import cleanmarl
-from cleanmarl.envs import EnvError, env_seeds, make
 
 PROC = Path("/proc")
 LINUX = pytest.mark.skipif(not PROC.exists(), reason="reads /proc")
@@ -482,7 +482,7 @@ for env_id in sys.argv[1:]:
     done = run("pz/my_cameras:Cameras", toy)
     assert done.stdout.splitlines() == ["(1, 2, 2, 3, 3)"] * 2 + ["(1, 3, 6)"] * 2 and not done.stderr
     assert "pz/my_cameras:Camera: the module my_cameras has no Camera" in run("pz/my_cameras:Camera").stderr
-    assert "unknown environment 'pz/my_camera:Cameras'" in run("pz/my_camera:Cameras").stderr
+    assert "pz/my_camera:Cameras: there is no module my_camera" in run("pz/my_camera:Cameras").stderr
 
 
 def test_what_is_known_of_reward_and_death(cameras, toy):

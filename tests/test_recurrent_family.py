@@ -5,18 +5,19 @@
 
 import sys
 
+from cleanmarl import coppo, coppo_lstm, enjoy, ippo, ippo_lstm, mappo, mappo_lstm
+from cleanmarl.cli import launch
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
 from toys import Quiet, Toy, make_rollout
 
-from cleanmarl import coppo, coppo_lstm, enjoy, ippo, ippo_lstm, mappo, mappo_lstm
-from cleanmarl.cli import launch
-from cleanmarl.run import load_checkpoint
-
 SCRIPTS = [ippo_lstm, mappo_lstm, coppo_lstm]
 LISTENER = "mpe/simple_speaker_listener_v4"
-SMALL = {"num_envs": 4, "num_steps": 20, "total_timesteps": 160, "hidden_dim": 16, "update_epochs": 2}
+SMALL = {"num_envs": 4, "num_steps": 20, "total_timesteps": 160, "update_epochs": 2}
+SMALL |= {"actor_hidden_dim": 16, "critic_hidden_dim": 16}
 SMALL |= {"num_minibatches": 2, "eval_episodes": 0}
 
 

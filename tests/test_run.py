@@ -19,6 +19,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cleanmarl import ippo, ppo
+from cleanmarl import run as run_module
+from cleanmarl.cli import RunArgs, launch
+from cleanmarl.envs import make
+from cleanmarl.evaluate import evaluate
+from cleanmarl.folder import new_folder
+from cleanmarl.run import NonFiniteError, Run, WriteError, load_checkpoint, write_checkpoint
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -28,13 +36,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from optional import need
 from tensorboard.summary.writer import event_file_writer
 from toys import gone, scalars, wait_for
-
-from cleanmarl import ippo, ppo
-from cleanmarl import run as run_module
-from cleanmarl.cli import RunArgs, launch
-from cleanmarl.envs import make
-from cleanmarl.evaluate import evaluate
-from cleanmarl.run import NonFiniteError, Run, WriteError, load_checkpoint, write_checkpoint
 
 SCRIPTS = {"ppo": ppo, "ippo": ippo}
 FOLDER = Path(ppo.__file__).parent
@@ -141,7 +142,7 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
 
     def make_folder(attempt: int) -> Path:
         together.wait()
-        return run_module._new_folder(tmp_path / f"run_{attempt // 8}")
+        return new_folder(tmp_path / f"run_{attempt // 8}")
 
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(make_folder, range(800)))
@@ -550,7 +551,7 @@ def test_non_finite_loss_stops(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         launch(ppo.main, ppo.Args)
     (folder,) = tmp_path.iterdir()
-    line = f"ppo: train/policy_loss is nan at step 448; last good checkpoint: step 384 in {folder}\n"
+    line = f"ppo: the observation is nan in environment 0 at step 402; last good checkpoint: step 384 in {folder}\n"
     assert stopped.value.code == 1 and capsys.readouterr().err == line
     checkpoint = load_checkpoint(folder)
     assert checkpoint["step"] == 384  # as it was, although 448 is the step at which the run ended
@@ -562,7 +563,8 @@ def test_non_finite_loss_before_the_first_checkpoint(tmp_path):
     with pytest.raises(NonFiniteError) as error:
         train("ppo", "Poisoned-v0", tmp_path, total_timesteps=6400)
     (folder,) = tmp_path.iterdir()
-    assert str(error.value) == f"train/policy_loss is nan at step 448; there is no checkpoint yet in {folder}"
+    message = f"the observation is nan in environment 0 at step 402; there is no checkpoint yet in {folder}"
+    assert str(error.value) == message
     assert not (folder / "checkpoint.pt").exists()
 
 
@@ -771,4 +773,19 @@ def test_no_evaluation(tmp_path):
 def test_frames_of_environment_0():
     frames = []
     evaluate(steps_envs(4, 2), lambda obs, info, done: np.zeros(2, int), 2, frames=frames)
-    assert [int(frame[0, 0, 0]) for frame in frames] == [0, 1, 2, 3]
+    assert [int(frame[0, 0, 0]) for frame in frames[:4]] == [0, 1, 2, 3]
+    assert len(frames) == 4 + 15 and all((frame == frames[4]).all() for frame in frames[4:])  # half a second of the end
+    assert frames[4].max() > 100 and frames[4].shape == frames[0].shape
+
+
+def test_the_arguments_are_a_text_of_tensorboard(tmp_path):
+    """Of a run that was resumed, those of each part."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = {"num_envs": 2, "num_steps": 64, "eval_episodes": 0}
+    folder = ppo.main(ppo.Args(total_timesteps=256, gamma=0.97, runs_dir=str(tmp_path), **flags))
+    ppo.main(ppo.Args(total_timesteps=512, gamma=0.97, resume=folder, **flags))
+    events = EventAccumulator(str(folder)).Reload().Tensors("arguments")
+    texts = [event.tensor_proto.string_val[0].decode() for event in events]
+    assert len(texts) == 2 and all("| gamma | 0.97 |" in text for text in texts)
+    assert "| total_timesteps | 256 |" in texts[0] and "| total_timesteps | 512 |" in texts[1]

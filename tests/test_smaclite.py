@@ -4,11 +4,6 @@ import json
 import subprocess
 import sys
 
-import gymnasium as gym
-import numpy as np
-import pytest
-from optional import needs
-
 from cleanmarl import ippo
 from cleanmarl.enjoy import Args as EnjoyArgs
 from cleanmarl.enjoy import main as enjoy
@@ -16,6 +11,11 @@ from cleanmarl.envs import EnvError, env_seeds, make
 from cleanmarl.envs import smaclite as family
 from cleanmarl.envs.__main__ import list_ids, original
 from cleanmarl.run import load_checkpoint
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from optional import needs
 
 NEEDED = needs("smaclite")
 SMAC = {  # agents, enemies and time limits, from the table of maps in SMAC's documentation

@@ -1,16 +1,18 @@
 """SMAX in batches equals JaxMARL's own loop, one environment after another."""
 
+import os
 import subprocess
 import sys
-
-import numpy as np
-import pytest
-from optional import needs
+from pathlib import Path
 
 from cleanmarl import ippo
 from cleanmarl.envs import EnvError, env_seeds, make
 from cleanmarl.envs import smax as family
 from cleanmarl.run import load_checkpoint
+
+import numpy as np
+import pytest
+from optional import needs
 
 NEEDED = needs("jaxmarl")
 GAME = "smax/3m?max_steps=16"  # compiling takes seconds: most tests share this game and batch size
@@ -173,6 +175,30 @@ def test_trains(tmp_path):
     sizes = {"num_envs": N, "num_steps": 40, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 320}
     folder = ippo.main(ippo.Args(env_id=GAME, runs_dir=str(tmp_path), eval_episodes=0, **sizes))
     assert load_checkpoint(folder)["step"] == 320
+
+
+@NEEDED
+def test_a_second_process_need_not_compile(tmp_path):
+    """What the first one compiled is in the user's cache, and no word is said about it. A game would take a minute."""
+    script = """
+import jax
+from cleanmarl.envs.smax import cache_folder
+
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.jit(lambda x: x * 2)(1.0)
+print(events.count("cache_hits"), events.count("cache_misses"), cache_folder())
+"""
+    env = {key: value for key, value in os.environ.items() if "JAX" not in key} | {"XDG_CACHE_HOME": str(tmp_path)}
+    runs = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        runs.append(done.stdout.split())
+    (hits, misses, folder), (hits_then, misses_then, _) = runs
+    assert folder.startswith(str(tmp_path)) and list(Path(folder).iterdir())
+    assert int(hits) == 0 < int(misses) and int(hits_then) > 0 == int(misses_then)
 
 
 @NEEDED

@@ -1,17 +1,22 @@
 """Worker processes of environments that are not PettingZoo's; what is common to all is tested in test_pz.py."""
 
 import os
+import signal
+import time
+from pathlib import Path
+
+from cleanmarl.envs import WorkerError, workers
+from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
 
 import numpy as np
 import pytest
-
-from cleanmarl.envs import WorkerError
-from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
+from toys import gone
 
 FIELDS = {"number": ((4,), np.int64), "flag": ((4, 3), np.bool_), "real": ((4, 2), np.float32)}
 
 BLOCK = """
 import sys
+import time
 from cleanmarl.envs.workers import share
 
 class Counters:
@@ -24,6 +29,10 @@ class Counters:
         self.arrays["number"][self.rows] += by
         self.arrays["flag"][self.rows, 1] = True
         return self.arrays["number"][self.rows].tolist()
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+        return seconds
 
     def modules(self):
         return [name for name in ("torch", "pettingzoo") if name in sys.modules]
@@ -57,8 +66,8 @@ def test_a_block_of_any_kind(block):
         assert arrays["number"].tolist() == [1, 11, 11, 11] and arrays["flag"].tolist() == [[False, True, False]] * 4
         assert call(workers, "modules") == []  # they start in the time that NumPy and Gymnasium take
         pid = workers[0].process.pid
-        with pytest.raises(WorkerError, match=rf"counters 0 \(pid {pid}\) failed:\nTraceback[^$]*no attribute 'sleep'"):
-            call(workers, "sleep")
+        with pytest.raises(WorkerError, match=rf"counters 0 \(pid {pid}\) failed:\nTraceback[^$]*no attribute 'jump'"):
+            call(workers, "jump")
     finally:
         running = [worker.process for worker in workers]
         stop(workers)
@@ -73,3 +82,48 @@ def test_a_block_that_cannot_be_built(block):
     with pytest.raises(WorkerError, match="no block has so few"):
         workers[0].receive()
     stop(workers)
+
+
+@pytest.fixture
+def pair(block, monkeypatch):
+    """Two workers that have been built; half a second is a long silence."""
+    memory = new_memory()
+    share(FIELDS, memory)
+    pair = [Worker(f"counters {i} (pid {{pid}})", block, memory, FIELDS, i, i + 1) for i in range(2)]
+    os.close(memory)
+    [worker.receive() for worker in pair]
+    monkeypatch.setattr(workers, "SILENCE", 0.5)
+    yield pair
+    stop(pair)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="only Linux says that a process is stopped")
+def test_a_stopped_worker_is_told_after_a_silence_and_ended(pair):
+    first, second = (worker.process.pid for worker in pair)
+    os.kill(second, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        call(pair, "step")
+    assert time.monotonic() - start >= 0.5
+    assert str(error.value).startswith(f"counters 1 (pid {second}) is stopped and was silent for ")
+    assert "\n" not in str(error.value)
+    start = time.monotonic()
+    stop(pair)
+    assert gone(first) and gone(second) and time.monotonic() - start < 4
+
+
+def test_a_worker_that_was_stopped_for_a_while_is_not_lost(pair):
+    """As at Ctrl-Z and fg: it is running when somebody looks."""
+    os.kill(pair[1].process.pid, signal.SIGSTOP)
+    pair[1].send("step")
+    os.kill(pair[1].process.pid, signal.SIGCONT)
+    assert pair[1].receive() == [1]
+
+
+def test_a_slow_worker_is_waited_for(pair, capfd):
+    """However long it takes; a line tells which one it is."""
+    assert call(pair, "sleep", 1.3) == 1.3
+    lines = capfd.readouterr().err.splitlines()
+    pid = pair[0].process.pid
+    assert len(lines) == 2 and lines[1].endswith("has been silent for 1 seconds; waiting for it")
+    assert all(line.startswith(f"counters 0 (pid {pid}) has been silent for ") for line in lines)

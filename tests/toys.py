@@ -6,12 +6,12 @@ import re
 import time
 from pathlib import Path
 
+from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
+
 import numpy as np
 import torch
 from gymnasium import spaces
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
 
 LOW = np.float32([[-2, -2, 0, 0], [0, 0, 0, 0], [-np.inf, -np.inf, -np.inf, 0]])  # of components an agent does not
 HIGH = np.float32([[4, 4, 0, 0], [1, 1, 1, 1], [np.inf, np.inf, np.inf, 0]])  # have: 0
@@ -93,6 +93,17 @@ class Toy(MultiAgentVectorEnv):
             self.statistics.end(ended, info)
         return obs, reward, ended & ~odd, ended & odd, info
 
+    def snapshot(self):
+        random = self.random.bit_generator.state
+        return {"clock": self.clock, "past": self.past, "random": random, "now": self.now} | self.statistics.snapshot()
+
+    def restore(self, snapshot):
+        self.reset()
+        self.clock, self.past, self.now = snapshot["clock"], snapshot["past"], snapshot["now"]
+        self.random.bit_generator.state = snapshot["random"]
+        self.statistics.restore(snapshot)
+        return self.now
+
     def look(self):
         """What agents see now, and the state with the masks; the dead see zeros and may do nothing but action 0."""
         alive = np.ones((self.num_envs, 3), bool)
@@ -148,7 +159,10 @@ class Quiet:
         self.step = self.num_episodes = 0
         self.returns, self.lengths = [], []
 
-    def log_episodes(self, info):
+    def check_rollout(self, rollout, next_obs):
+        pass
+
+    def log_episodes(self, info, episodes=()):
         ended = info["_episode"]
         self.num_episodes += int(ended.sum())
         self.returns += info["episode"]["r"][ended].tolist()
@@ -171,7 +185,8 @@ def make_rollout(script, args, envs):
         sizes |= {"D": obs_space.shape[0], "K": int(space.n) if hasattr(space, "n") else space.shape[0]}
         sizes |= {"C": space.shape[0]} if space.shape else {}
     if hasattr(args, "cell"):  # what an LSTM remembers is its output and its cell
-        sizes["H"] = args.hidden_dim * {"gru": 1, "lstm": 2}[args.cell]
+        hidden = args.hidden_dim if hasattr(args, "hidden_dim") else args.actor_hidden_dim
+        sizes["H"] = hidden * {"gru": 1, "lstm": 2}[args.cell]
     given = {"obs": obs_space} if len(obs_space.shape) > 2 else {}
     if hasattr(envs, "single_state_space"):
         given = {"obs": obs_space, "state": envs.single_state_space}

@@ -1,0 +1,53 @@
+"""The trained agents that are given away: they play as their table says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import cleanmarl
+from cleanmarl import ppo
+from cleanmarl.evaluate import evaluate
+
+import optional
+import pytest
+
+BENCHMARK = Path(__file__).parents[1] / "benchmark"
+AGENTS = sorted(path.parent for path in BENCHMARK.glob("agents/*/scores.json"))
+NEEDS = {"HalfCheetah": "mujoco", "LunarLander": "Box2D", "lbf/": "lbforaging", "ALE/": "ale_py"}
+
+
+@pytest.mark.parametrize("folder", AGENTS, ids=lambda folder: folder.name)
+def test_scores_are_those_of_the_table(folder):
+    """Within four standard errors, by other episodes than the table's."""
+    scores = json.loads((folder / "scores.json").read_text())
+    for part, package in NEEDS.items():
+        if part in scores["env_id"]:
+            optional.need(package)
+    policy = cleanmarl.load(folder, num_envs=10)
+    played = evaluate(policy.envs, policy, 20, seed=7)
+    policy.envs.close()
+    mean, std = scores["most probable"]
+    assert abs(played["eval/ep_reward"] - mean) <= 4 * max(std, 1) / 20**0.5
+    row = f"| {folder.name} | `{scores['env_id']}` | `{scores['script']}` | {scores['step']:,} |"
+    assert row in (folder.parent / "README.md").read_text()
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 2_000_000
+
+
+def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
+    args = ppo.Args(total_timesteps=1024, num_steps=64, eval_episodes=0, runs_dir=str(tmp_path / "runs"))
+    run = ppo.main(args)
+    command = [sys.executable, BENCHMARK / "keep.py", run, "--out", tmp_path / "agents" / "pole", "--episodes", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    out = tmp_path / "agents" / "pole"
+    assert "| pole | `CartPole-v1` | `ppo` | 1,024 |" in done.stdout
+    assert (out / "checkpoint.pt").stat().st_size < (run / "checkpoint.pt").stat().st_size / 2
+    assert str(tmp_path) not in (out / "args.json").read_text()
+    weights = [dict(cleanmarl.load(folder).agent.named_parameters()) for folder in (run, out)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    resumed = subprocess.run(
+        [sys.executable, ppo.__file__, "--resume", out, "--total-timesteps", "2048"], capture_output=True, text=True
+    )
+    assert resumed.returncode == 2 and resumed.stderr.count("\n") == 1 and not list(out.glob("events*"))
+    again = subprocess.run([*command[:3], "--out", tmp_path], capture_output=True, text=True)
+    assert again.returncode == 2 and again.stderr.startswith("keep: --out ")

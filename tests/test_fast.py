@@ -1,0 +1,117 @@
+"""--compile: the same run as without, edits followed, one line where it cannot be. --bf16: where it is faster."""
+
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from cleanmarl import impala_atari_envpool, ppo, ppo_atari, ppo_atari_lstm, ppo_procgen, ppo_selfplay
+from cleanmarl.fast import compilable, compile_losses, use_bf16
+from cleanmarl.run import load_checkpoint
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from optional import needs
+from toys import curves
+
+COMPILER = needs("g++")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def compiling():
+    """Functions marked with @compilable are compiled within the test."""
+    torch._dynamo.reset()
+    compile_losses(True, CPU)
+    yield
+    compile_losses(False, CPU)
+
+
+@COMPILER
+def test_runs_are_the_same_and_go_on_without(tmp_path, capsys):
+    """Within 1e-5 all along; a checkpoint has the same names, and goes on in a run that compiles nothing."""
+    sizes = {"total_timesteps": 1024, "num_envs": 2, "num_steps": 64, "eval_episodes": 2, "runs_dir": str(tmp_path)}
+    plain, compiled = (ppo.main(ppo.Args(**sizes, compile=wanted)) for wanted in (False, True))
+    assert capsys.readouterr().out.count("compiling the loss") == 1
+    ours, theirs = curves(compiled), curves(plain)
+    assert len(ours["train/policy_loss"]) == 8
+    for name in [name for name in theirs if not name.startswith("time/")]:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
+    states = [load_checkpoint(folder)["modules"]["agent"] for folder in (plain, compiled)]
+    torch.testing.assert_close(*states, rtol=0, atol=1e-5)
+    longer = sizes | {"total_timesteps": 1280, "resume": compiled}
+    assert load_checkpoint(ppo.main(ppo.Args(**longer)))["step"] == 1280
+
+
+@COMPILER
+def test_what_cannot_be_compiled_runs_as_before(compiling):
+    """A loss that somebody has edited: it calls NumPy, prints, and decides by a number."""
+    seen = []
+
+    @compilable
+    def loss(x):
+        y = x.square().mean()
+        seen.append(y.detach().numpy().copy())
+        return y if y.item() > 1 else -y
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    for scale, sign in ((1, 1), (0.1, -1), (3, 1)):
+        y = loss(x * scale)
+        assert y.item() == pytest.approx(sign * 2.5 * scale**2) and len(seen) == [1, 0.1, 3].index(scale) + 1
+        assert torch.autograd.grad(y, x)[0].tolist() == pytest.approx([sign * scale**2, sign * 2 * scale**2])
+
+
+@COMPILER
+def test_random_numbers_are_the_same(compiling):
+    @compilable
+    def draw(x):
+        return torch.rand_like(x) + x
+
+    results = []
+    for function in (draw, draw.__wrapped__):
+        torch.manual_seed(3)
+        results.append(function(torch.zeros(5)).tolist())
+    assert results[0] == results[1]
+
+
+def test_without_a_compiler_it_ends_with_one_line(tmp_path):
+    argv = ["cleanmarl/ppo.py", "--compile", "--runs-dir", str(tmp_path / "runs")]
+    env = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    result = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
+    assert result.returncode == 2 and not (tmp_path / "runs").exists()
+    assert re.fullmatch(r"ppo: --compile needs a C\+\+ compiler .*No working C\+\+ compiler.*\n", result.stderr)
+
+
+ATARI = SimpleNamespace(
+    single_observation_space=gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), single_action_space=gym.spaces.Discrete(6)
+)
+
+
+@pytest.mark.parametrize("script", [impala_atari_envpool, ppo_atari, ppo_atari_lstm])
+def test_bf16_is_close_and_gives_float32(script):
+    """Of the scripts that other tests do not ask; on a few pictures, two of them one after another."""
+    results = []
+    for choice in ("off", "on"):
+        torch.manual_seed(0)
+        agent = script.Agent(ATARI, script.Args(bf16=choice))
+        obs, start = torch.randint(0, 256, (2, 3, 4, 84, 84), dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.bool)
+        if script is ppo_atari:
+            results.append(agent(obs[0]))
+        elif script is ppo_atari_lstm:
+            results.append(agent(obs, ppo_atari_lstm.first_state(3, CPU), start)[:2])
+        else:
+            zeros = torch.zeros(2, 3, dtype=torch.long)
+            results.append(agent(obs, start, zeros, zeros.float(), torch.zeros(2, 3, agent.state_size))[:2])
+    assert all(x.dtype == torch.float32 for x in results[1]) and (results[0][1] != results[1][1]).any()
+    torch.testing.assert_close(*results, atol=0.05, rtol=0.05)
+
+
+def test_bf16_auto_asks_the_machine(monkeypatch):
+    for script in (ppo_procgen, ppo_selfplay):
+        for features, expected in (({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx2": True}, False)):
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)
+            assert use_bf16(script.Args(bf16="auto")) is expected
+            assert use_bf16(script.Args(bf16="on")) and not use_bf16(script.Args())

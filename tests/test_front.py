@@ -1,0 +1,55 @@
+"""`python -m cleanmarl`: it finds every script, runs it as by path, and ends a mistake with one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from cleanmarl.__main__ import scripts
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def cleanmarl(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "cleanmarl", *argv], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_scripts_are_those_that_can_be_launched():
+    launched = {path.stem for path in (ROOT / "cleanmarl").glob("*.py") if "launch(main, Args)" in path.read_text()}
+    assert set(scripts()) == launched - {"cli"}
+    lines = cleanmarl("list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(launched - {"cli"})
+    assert any(line.startswith("mappo ") and "Multi-agent PPO (MAPPO)" in line for line in lines)
+
+
+def test_train_and_enjoy_are_the_script_and_its_player(tmp_path):
+    flags = ["--env-id", "matrix/penalty", "--total-timesteps", "6400", "--eval-episodes", "2", "--seed", "3"]
+    done = cleanmarl("train", "ippo", *flags, "--runs-dir", str(tmp_path))
+    assert done.returncode == 0 and "evaluation: return" in done.stdout, done.stderr
+    [folder] = tmp_path.iterdir()
+    assert folder.name.startswith("matrix-penalty__ippo__3__")
+    played = cleanmarl("enjoy", str(folder), "--episodes", "2")
+    assert played.returncode == 0 and "ippo at step 6,400, 2 episodes" in played.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        (["train"], "train needs a script"),
+        (["train", "mapo"], "did you mean mappo?"),
+        (["train", "../setup"], "there is no script ../setup"),
+        (["train", "cli"], "there is no script cli"),
+        (["learn"], "there is no command learn: list, train or enjoy"),
+        (["train", "ippo", "--gamma", "2"], "ippo: --gamma must be in [0, 1], not 2"),
+    ],
+)
+def test_a_mistake_is_one_line(argv, fragment):
+    result = cleanmarl(*argv)
+    assert result.returncode == 2 and result.stdout == ""
+    assert fragment in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_help():
+    for argv in ([], ["--help"]):
+        assert "cleanmarl train SCRIPT" in cleanmarl(*argv).stdout

@@ -1,0 +1,97 @@
+"""`cleanmarl.load`: a run folder as a policy; the page docs/load.md does what it says."""
+
+import importlib
+import re
+from pathlib import Path
+
+import cleanmarl
+from cleanmarl.evaluate import evaluate
+from cleanmarl.run import EVAL_SEED, UsageError
+
+import numpy as np
+import pytest
+import torch
+from optional import need
+
+PAGE = (Path(__file__).parent.parent / "docs" / "load.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+SMALL = {
+    "ppo": {"env_id": "CartPole-v1", "total_timesteps": 512, "num_envs": 2, "num_steps": 64},
+    "mappo": {"total_timesteps": 400, "num_envs": 4},
+    "mappo_lstm": {"total_timesteps": 400, "num_envs": 4},
+    "qmix": {"total_timesteps": 400, "batch_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Train a script for some steps, once; returns its run folder and what its final evaluation wrote."""
+    folders = {}
+
+    def train(name: str) -> Path:
+        if name not in folders:
+            script = importlib.import_module(f"cleanmarl.{name}")
+            runs = str(tmp_path_factory.mktemp(name))
+            folders[name] = script.main(script.Args(runs_dir=runs, eval_episodes=4, **SMALL[name]))
+        return folders[name]
+
+    return train
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_loaded_policy_is_the_one_that_was_trained(train, name):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = train(name)
+    policy = cleanmarl.load(folder, num_envs=SMALL[name].get("num_envs", 4))  # as in the run
+    events = EventAccumulator(str(folder)).Reload()
+    metrics = evaluate(policy.envs, policy, 4, seed=1 + EVAL_SEED)
+    for key in ("eval/ep_reward", "eval/ep_length"):
+        assert metrics[key] == pytest.approx(events.Scalars(key)[-1].value, rel=1e-6)
+    assert policy.step == policy.args.total_timesteps
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_page_plays_every_kind_of_policy(train, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there: dict = {}
+    exec(BLOCKS[0].replace("RUN_DIR", str(train(name))), there)
+    assert there["obs"].shape[0] == 4 and np.isfinite(there["reward"]).all()
+
+
+def test_torchscript_acts_the_same(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there: dict = {}
+    exec(BLOCKS[0].replace("RUN_DIR", str(train("mappo"))) + BLOCKS[1], there)
+    policy, obs, info = there["policy"], there["obs"], there["info"]
+    np.testing.assert_array_equal(there["action"], policy(obs, info, np.ones(4, bool)))
+    saved, memoryless = torch.jit.load("policy.pt"), policy.agent.actor
+    for n in (1, 7):  # as many environments as one likes
+        other = torch.randn(n, *obs.shape[1:])
+        torch.testing.assert_close(saved(other), memoryless(other))
+
+
+def test_onnx_acts_the_same(train, tmp_path, monkeypatch):
+    need("onnxruntime", "onnxscript")
+    monkeypatch.chdir(tmp_path)
+    there: dict = {}
+    exec(BLOCKS[0].replace("RUN_DIR", str(train("mappo"))) + BLOCKS[2], there)
+    policy, obs, info = there["policy"], there["obs"], there["info"]
+    np.testing.assert_array_equal(there["action"], policy(obs, info, np.ones(4, bool)))
+
+
+def test_a_recurrent_actor_can_be_traced_with_its_memory(train):
+    policy = cleanmarl.load(train("mappo_lstm"), num_envs=2)
+    obs, _ = policy.envs.reset(seed=3)
+    actor, memory = policy.agent.actor, torch.zeros(2, 3, policy.agent.actor.memory_size)
+    traced, x = torch.jit.trace(actor, (torch.from_numpy(obs), memory)), torch.from_numpy(obs)
+    (logits, after), (expected, expected_after) = traced(x, memory + 0.5), actor(x, memory + 0.5)
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(after, expected_after)
+
+
+def test_what_cannot_be_loaded_says_so(train, tmp_path):
+    with pytest.raises(UsageError, match="is not a run folder"):
+        cleanmarl.load(tmp_path)
+    with pytest.raises(UsageError, match=r"has no checkpoint-7.pt: it has .*checkpoint.pt"):
+        cleanmarl.load(train("qmix"), checkpoint="checkpoint-7.pt")

@@ -1,0 +1,175 @@
+"""Environments of the user's: docs/own_environment.md does what it says, in every way of starting a script."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from cleanmarl.envs import EnvError, make, make_gymnasium
+
+import numpy as np
+import pytest
+from mpe2 import simple_v3
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "own_environment.md").read_text()
+BLOCKS = re.findall(r"```(python|sh|diff)\n(.*?)```", PAGE, flags=re.DOTALL)
+FILES = {name[1]: text for _, text in BLOCKS if (name := re.match(r"# (\w+\.py)\n", text))}
+SMALL = "--total-timesteps 3200 --num-envs 4 --eval-episodes 2"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the environments of the page, in which a user works."""
+    (tmp_path / "work").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / "work" / name).write_text(text)
+    return tmp_path / "work"
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(["bash", "-euc", command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_the_page_has_all_of_it():
+    assert set(FILES) == {"corridor.py", "long_corridor.py", "meeting.py"}
+    for name in ("corridor.py", "meeting.py"):
+        of_class = FILES[name].partition("\nclass ")[2].splitlines()
+        assert len([line for line in of_class if line.strip()]) <= 32
+
+
+def test_the_blocks_of_the_page(folder):
+    """As they stand, but for the length of the runs."""
+    played = []
+    for kind, text in BLOCKS:
+        if kind == "sh":
+            done = shell(re.sub(r"--total-timesteps \d+", "--total-timesteps 3200", text), folder)
+            assert done.returncode == 0 and not done.stderr, done.stderr
+            played += re.findall(r"^(\S+, \w+ at step .*)\nreturn", done.stdout, re.MULTILINE)
+        elif kind == "python" and text not in FILES.values():
+            (folder / "block.py").write_text(text)
+            done = shell("python block.py", folder)
+            assert done.returncode == 0 and not done.stderr, done.stderr
+    assert [line.split(",")[0] for line in played] == ["corridor:Corridor", "pz/meeting:Meeting"]
+
+
+def test_every_way_of_starting(folder, tmp_path):
+    """By path, a copy with a class of its own, and `enjoy` from anywhere; `envs` may be the name of a user's module.
+
+    As modules scripts are started by the blocks of the page.
+    """
+    (folder / "envs.py").write_text(FILES["corridor.py"])
+    (folder / "package").mkdir()
+    (folder / "package" / "tasks.py").write_text(FILES["meeting.py"])
+    for run in (
+        f"python {ROOT}/cleanmarl/ppo.py --env-id envs:Corridor {SMALL}",
+        f"python {ROOT}/cleanmarl/ippo.py --env-id pz/package.tasks:Meeting {SMALL}",
+    ):
+        trained = shell(run, folder)
+        assert trained.returncode == 0 and not trained.stderr, trained.stderr
+        run_dir = folder / re.search(r"run folder: (\S+)", trained.stdout)[1]
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        played = shell(f"python -m cleanmarl.enjoy {run_dir} --episodes 1", tmp_path / "elsewhere")
+        assert played.returncode == 0 and "1 episodes" in played.stdout, played.stderr
+
+    script, (_, diff) = (ROOT / "cleanmarl" / "ippo.py").read_text(), next(b for b in BLOCKS if b[0] == "diff")
+    old, new = (line[1:] for line in diff.splitlines())
+    assert old in script
+    script = script.replace(old, new).replace("def make_envs", f"{FILES['meeting.py']}\n\ndef make_envs")
+    (folder / "my_ippo.py").write_text(script)
+    trained = shell(f"python my_ippo.py {SMALL}", folder)
+    assert trained.returncode == 0 and not trained.stderr, trained.stderr
+    run_dir = folder / re.search(r"run folder: (\S+)", trained.stdout)[1]
+    (folder / "my_ippo.py").unlink()  # the one in the run folder is enough, for its workers too
+    played = shell(f"python -m cleanmarl.enjoy {run_dir} --episodes 1", tmp_path)
+    assert played.returncode == 0 and "1 episodes" in played.stdout, played.stderr
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_classes_and_functions_from_python(folder, monkeypatch, num_workers):
+    """The same episodes as by name, also of a function that no worker could import."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("meeting", "corridor"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    by_name = make("pz/meeting:Meeting?size=5", 2, num_workers=num_workers)
+    from corridor import Corridor
+    from meeting import Meeting
+
+    by_class = make(Meeting, 2, discrete=True, num_workers=num_workers, size=5)
+    by_function = make(lambda size: Meeting(size=size), 2, num_workers=num_workers, size=5)
+    expected = by_name.reset(seed=3)[0]
+    for envs in (by_class, by_function):
+        np.testing.assert_array_equal(envs.reset(seed=3)[0], expected)
+        assert envs.team_reward and not envs.may_die and envs.time_limit == 20
+    for step in range(30):
+        action = np.full((2, 2), step % 3)
+        expected = by_name.step(action)
+        for envs in (by_class, by_function):
+            np.testing.assert_array_equal(envs.step(action)[0], expected[0])
+    assert by_class.env_id == "Meeting"
+    for envs in (by_name, by_class, by_function):
+        envs.close()
+
+    envs = make_gymnasium(Corridor, 3, discrete=True, vectors=True, length=4)
+    named = make_gymnasium("corridor:Corridor", 3, discrete=True, vectors=True, length=4)
+    np.testing.assert_array_equal(envs.reset(seed=1)[0], named.reset(seed=1)[0])
+    with pytest.raises(EnvError, match="Meeting has discrete actions and this script needs continuous ones"):
+        make(Meeting, 1, discrete=False, num_workers=0)
+
+
+def test_what_no_worker_can_have():
+    lock, parallel_env = threading.Lock(), simple_v3.parallel_env
+
+    def locked():
+        with lock:
+            return parallel_env()
+
+    with pytest.raises(EnvError, match=r"locked cannot be sent to workers \(.*lock.*\); num_workers=0 does without"):
+        make(locked, 1, num_workers=1)
+    make(locked, 1, num_workers=0).close()
+
+
+@pytest.mark.parametrize(
+    ("script", "env_id", "line"),
+    [
+        ("ppo", "coridor:Corridor", "coridor:Corridor: there is no module coridor, neither in {folder} nor on the"),
+        ("ppo", "corridor:Coridor", "the module corridor has no Coridor; did you mean Corridor?"),
+        ("ippo", "pz/meting:Meeting", "pz/meting:Meeting: there is no module meting, neither in {folder} nor on the"),
+        ("ippo", "pz/meeting:Meting", "pz/meeting:Meting: the module meeting has no Meting; did you mean Meeting?"),
+        ("ippo", "meeting:Meeting", "did you mean pz/meeting:Meeting?"),
+        ("ippo", "pz/meeting:Meeting?sise=5", "cannot be built with {{'sise': 5}}: TypeError: Meeting.__init__() got"),
+        ("ppo", "pz/meeting:Meeting", "pz/meeting:Meeting is for many agents and this script is for one: try ippo.py"),
+        ("ppo", "bad:Env", "the module bad cannot be imported: NameError: name 'gim' is not defined (bad.py, line 3)"),
+        ("ippo", "pz/bad:Env", "bad cannot be imported: NameError: name 'gim' is not defined (bad.py, line 3)"),
+        ("ppo", "worse:Env", "worse cannot be imported: SyntaxError: '(' was never closed (worse.py, line 1)"),
+        ("ippo", "pz/lacking:Env", "lacking cannot be imported: ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_a_mistake_is_one_line(folder, monkeypatch, script, env_id, line):
+    write_broken_modules(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("meeting", "corridor", "bad", "worse", "lacking"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(EnvError) as caught:
+        (make if script == "ippo" else make_gymnasium)(env_id)
+    assert line.format(folder=folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_mistake_ends_a_script_before_anything_is_written(folder):
+    write_broken_modules(folder)
+    done = shell(f"python {ROOT}/cleanmarl/ppo.py --env-id bad:Env", folder)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("ppo: bad:Env: the module bad cannot be imported: NameError")
+    assert not (folder / "runs").exists()
+
+
+def write_broken_modules(folder: Path) -> None:
+    (folder / "bad.py").write_text("import gymnasium as gym\n\nclass Env(gim.Env):\n    pass\n")
+    (folder / "worse.py").write_text("print(\n")
+    (folder / "lacking.py").write_text("import no_such\n")

@@ -1,0 +1,364 @@
+"""The report on real event files: the tidy table, the statistics, and figures, tables and page, twice the same."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import optional
+import pytest
+
+pd = pytest.importorskip("pandas", reason=optional.reason("pandas"))
+pytest.importorskip("matplotlib", reason=optional.reason("matplotlib"))
+pytest.importorskip("scipy", reason=optional.reason("scipy"))
+
+from torch.utils.tensorboard import SummaryWriter  # noqa: E402
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
+sys.path.insert(0, str(BENCHMARK))
+import redraw  # noqa: E402
+import report  # noqa: E402
+
+sys.path.remove(str(BENCHMARK))  # its run.py must not stand in for another module of that name
+TASKS = ("CartPole-v1", "mpe/simple_spread_v3")  # both have a random and a best-known score
+
+
+def write_run(folder: Path, points: dict[str, list], seed=1, script="toy", env_id=TASKS[0], done=True, **args) -> Path:
+    """A run folder like a script's, with points = metric -> [(step, value), ...]."""
+    folder.mkdir(parents=True)
+    meta = {"script": script, "args": {"env_id": env_id, "seed": seed, "total_timesteps": 1000, **args}}
+    (folder / "args.json").write_text(json.dumps(meta))
+    with SummaryWriter(str(folder)) as writer:
+        for metric, values in points.items():
+            for step, value in values:
+                writer.add_scalar(metric, value, step)
+    if done:
+        (folder / "done.json").write_text("{}")
+    return folder
+
+
+# The tidy table
+
+
+def test_read_run_gives_a_tidy_table_of_all_points(tmp_path):
+    points = [(step, step / 10) for step in range(0, 21_000, 2)]  # more than EventAccumulator keeps by default
+    table = report.read_run(write_run(tmp_path / "a", {"x": points, "y": [(7, 1.0)]}, seed=3), ["x", "y", "absent"])
+    assert list(table.columns) == report.COLUMNS
+    assert table[table.metric == "x"].step.tolist() == [step for step, _ in points]
+    np.testing.assert_allclose(table[table.metric == "x"].value, [value for _, value in points], rtol=1e-6)
+    row = table[table.metric == "y"].iloc[0]
+    assert row[["script", "env_id", "seed", "step", "value"]].tolist() == ["toy", "CartPole-v1", 3, 7, 1.0]
+
+
+def test_points_that_a_resumed_run_wrote_twice_count_once(tmp_path):
+    folder = write_run(tmp_path / "a", {"x": [(10, 1.0), (20, 2.0), (30, 3.0)]})
+    time.sleep(1.1)  # event files are told apart, and put in order, by the second
+    with SummaryWriter(str(folder), purge_step=21) as writer:  # resumed from a checkpoint at step 20
+        for step, value in [(30, -3.0), (40, -4.0)]:
+            writer.add_scalar("x", value, step)
+    table = report.read_run(folder, ["x"])
+    assert table.step.tolist() == [10, 20, 30, 40]
+    assert table.value.tolist() == [1.0, 2.0, -3.0, -4.0]
+
+
+def test_settings_are_the_flags_that_differ_from_the_copy_of_the_script(tmp_path):
+    fields = ["env_id: str = 'e'", "lr: float = 0.1", "sizes: tuple[int, ...] = (1, 2)", "norm_adv: bool = True"]
+    fields += ["share: bool = False", "total_timesteps: int = 5", "num_workers: int = 0", "seed: int = 1"]
+    (tmp_path / "x.py").write_text("class Args(RunArgs):\n" + "".join(f"    {field}\n" for field in fields))
+
+    def settings(**args):
+        return report.settings_of({"script": "x", "args": args}, tmp_path)
+
+    unchanged = {"env_id": "f", "total_timesteps": 9, "num_workers": 3, "seed": 2, "device": "cuda"}
+    assert settings(lr=0.1, sizes=[1, 2], **unchanged) == "the defaults"
+    assert settings(lr=0.2, sizes=[1, 2], norm_adv=False, share=True, **unchanged) == "--lr 0.2 --no-norm-adv --share"
+    assert settings(sizes=[3, 4]) == "--sizes 3 4"
+    assert report.settings_of({"script": "ippo", "args": {"gamma": 0.5}}, tmp_path) == "--gamma 0.5"  # no copy: ours
+
+
+def test_seconds_are_those_of_the_manifest_without_the_time_between_two_tries(tmp_path):
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    tries = [{"start": 1000.0, "wall_seconds": 50.0, "cpu_seconds": 1.0}]  # failed, in another folder
+    tries += [{"start": 2000.0, "wall_seconds": 100.0, "cpu_seconds": 80.0}]
+    tries += [{"start": 3000.0, "wall_seconds": 10.0, "cpu_seconds": 20.0}]
+    manifest = {"key": {"run_folder": "elsewhere/a", "tries": tries}, "other": {"run_folder": "b", "tries": []}}
+    (tmp_path / "runs" / "manifest.json").write_text(json.dumps(manifest))
+    cpu, wall = report.seconds(folder, np.array([2010.0, 2100.0, 3005.0]))
+    np.testing.assert_allclose(wall, [10, 100, 105])
+    np.testing.assert_allclose(cpu, [8, 80, 90])
+
+    for start in (2000, 3000):
+        (folder / f"events.out.tfevents.{start}.host.1.0").touch()
+    cpu, wall = report.seconds(
+        folder, np.array([2010.0, 2100.0, 3005.0, 3011.0])
+    )  # the last is of no try: still running
+    assert np.isnan(cpu).all() and wall.tolist() == [10, 100, 105, 111]
+
+
+def test_points_are_interpolated_onto_the_steps_that_all_seeds_cover():
+    points = [(1, 0, 0.0), (1, 100, 10.0), (2, 20, 40.0), (2, 80, 100.0), (2, 120, 140.0)]  # values s / 10 and 20 + s
+    rows = [("ppo", "e", "", seed, step, step / 2, step, "x", value) for seed, step, value in points]
+    thin = report.thin(pd.DataFrame(rows, columns=report.COLUMNS))
+    assert len(thin) == 2 * report.GRID_POINTS
+    curve = report.summary(thin)
+    grid = curve.step.to_numpy()
+    assert (grid[0], grid[-1], len(grid)) == (20, 100, report.GRID_POINTS) and set(curve.seeds) == {2}
+    np.testing.assert_allclose(curve["mean"], (grid / 10 + 20 + grid) / 2)
+    np.testing.assert_allclose(curve.low, grid / 10)
+    np.testing.assert_allclose(curve.high, 20 + grid)
+    np.testing.assert_allclose(curve.cpu_seconds, grid / 2)
+    assert report.summary(curve) is curve  # as data of which the seeds were not kept are
+
+
+def test_last_return_weighs_points_by_their_episodes():
+    returns = [(10, 1.0), (20, 2.0), (40, 4.0)]
+    counts = [(10, 200), (20, 270), (30, 270), (40, 310)]  # 200, 70, 0 and 40 episodes; none ended up to step 30
+    rows = [(report.RETURN, *p) for p in returns] + [(report.NUM_EPISODES, *p) for p in counts]
+    run = pd.DataFrame(rows, columns=["metric", "step", "value"])
+    assert report.last_return(run) == pytest.approx((40 * 4.0 + 60 * 2.0) / 100)
+    assert report.last_return(run, 150) == pytest.approx((40 * 4.0 + 70 * 2.0 + 40 * 1.0) / 150)
+    assert report.last_return(run, 1000) == pytest.approx((40 * 4.0 + 70 * 2.0 + 200 * 1.0) / 310)  # fewer: all of them
+    assert np.isnan(report.last_return(run[run.metric == report.NUM_EPISODES]))
+
+
+# Statistics
+
+
+def test_intervals_are_honest():
+    values = np.random.default_rng(0).normal(size=(5, 20_000))
+    _, low, high = report.interval(values)  # five seeds, 20,000 times
+    assert ((low < 0) & (high > 0)).mean() == pytest.approx(0.95, abs=0.01)
+    mean, low, high = report.interval(values[:4])
+    np.testing.assert_array_equal([mean, low, high], [f(values[:4], axis=0) for f in (np.mean, np.min, np.max)])
+    mean, low, high = report.interval(np.array([[3.0, 4.0]]))  # one seed: unknown
+    assert mean.tolist() == [3.0, 4.0] and np.isnan([low, high]).all()
+
+
+def scores(**tasks: list[float]) -> pd.DataFrame:
+    return pd.DataFrame([(env_id, x) for env_id, xs in tasks.items() for x in xs], columns=["env_id", "score"])
+
+
+def test_interquartile_mean_and_probability_of_improvement():
+    x, y = scores(a=[0, 1, 2, 3], b=[4, 5, 6, 100]), scores(a=[1, 1], b=[7, 8])
+    mean, low, high = report.iqm(x)
+    assert mean == (2 + 3 + 4 + 5) / 4  # of eight runs the two best and the two worst do not count
+    assert low < mean < high
+    assert report.improvement(x, y) == (5 / 8 + 1 / 4) / 2  # a: two win, one ties, of four; b: 100 beats both
+    assert report.improvement(x, y) + report.improvement(y, x) == 1
+
+
+# Figures, tables and the page
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A folder with the report on two scripts, one of them stopped early, on two tasks with three seeds."""
+    folder = tmp_path_factory.mktemp("report")
+    for env_id in TASKS:
+        for script, gain in (("toy", 1.0), ("tuned", 2.0)):
+            for seed in (1, 2, 3):
+                points = {
+                    report.RETURN: [(s, seed * gain + np.sin(s) * (s < 900)) for s in range(8, 1001, 2)],
+                    report.NUM_EPISODES: [(s, s) for s in range(8, 1001, 2)],
+                    report.EVAL: [(500, 0.0), (1000, 10.0 * seed * gain)],
+                }
+                place = folder / "runs" / f"{env_id[:4]}-{script}-{seed}"
+                write_run(place, points, seed=seed, script=script, env_id=env_id)
+    points = {report.RETURN: [(512, 7.0)], report.NUM_EPISODES: [(512, 500)]}
+    write_run(folder / "runs" / "stopped", points, seed=1, script="stopped", done=False)
+    argv = [sys.executable, BENCHMARK / "report.py", "runs", "--out", "docs/a.b"]
+    argv += ["--note", "settings of a test; no more", "--command", "benchmark/x.sh"]
+    result = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "left out, unfinished: runs/stopped" in result.stderr
+    assert (folder / "docs" / "a.b.md").read_text().endswith(result.stdout)
+    return folder
+
+
+def test_report_writes_curves_and_tables(published):
+    picture, caption, final, aggregate = (published / "docs" / "a.b.md").read_text().split("\n\n")
+    assert picture == "![a.b](a.b.svg)"
+    for words in ("mean of 3 seeds with the range of the seeds", "Settings of a test; no more.", "`benchmark/x.sh`"):
+        assert words in caption
+    assert "random 22 (uniform actions)" in caption and "by hand -21.8" in caption
+    lines = [line for line in final.splitlines() if "CartPole-v1" in line]
+    assert lines[0] == "| CartPole-v1 | *random* | | | | 22.0 | |" and "*maximum*" in lines[1]
+    assert lines[2].startswith(
+        "| CartPole-v1 | toy | settings of a test | 3 | 1,000 | 2.00 [1.00, 3.00] | 20.0 [10.0, 30.0]"
+    )
+    assert lines[3].startswith("| CartPole-v1 | tuned | settings of a test | 3 | 1,000 | 4.00 [2.00, 6.00] |")
+
+    # Last evaluations 10, 20, 30 and 20, 40, 60 (the first pair of tasks alike), normalised by random and best.
+    normalised = {
+        name: [(x - 22) / 478 for x in xs] + [(x + 79.3) / 57.5 for x in xs]
+        for name, xs in (("toy", (10, 20, 30)), ("tuned", (20, 40, 60)))
+    }
+    want = {name: np.mean(np.sort(xs)[1:5]) for name, xs in normalised.items()}
+    assert f"| toy | 2 | 6 | {want['toy']:.2f} |  |" in aggregate
+    wins = sum((y > x) + 0.5 * (y == x) for x in (10, 20, 30) for y in (20, 40, 60)) / 9
+    assert f"| tuned | 2 | 6 | {want['tuned']:.2f} | {wins:.2f} |" in aggregate
+
+    data = pd.read_csv(published / "docs" / "data" / "a.b.csv")
+    assert list(data.columns) == report.COLUMNS and set(data.seed) == {1, 2, 3}
+    assert len(data) == 2 * 2 * 3 * (report.GRID_POINTS + 2)
+    svg = (published / "docs" / "a.b.svg").read_text()
+    assert svg.count("environment steps") == 2 and svg.count(">random<") == 2 and "toy (3 seeds)" in svg
+    assert "normalised score" in svg and "tuned (6 runs)" in svg and len(svg) < 300_000
+
+
+def test_report_is_made_again_from_its_data_byte_by_byte(published):
+    names = ["a.b.svg", "a.b.md", "report.html"]
+    before = [(published / "docs" / name).read_bytes() for name in names]
+    for name in names:
+        (published / "docs" / name).unlink()
+    report.redraw(published / "docs" / "a.b")
+    report.write_html(published / "docs")
+    assert [(published / "docs" / name).read_bytes() for name in names] == before
+
+
+def test_page_needs_no_network_and_has_every_curve(published):
+    page = (published / "docs" / "report.html").read_text()
+    assert not re.search(r"https?://|src=|<link|import ", page)
+    data = json.loads(re.search(r"^const DATA = (.*);$", page, re.MULTILINE)[1])
+    assert set(data) == set(TASKS)
+    curve = next(curve for curve in data[TASKS[1]]["curves"] if curve["script"] == "tuned")
+    assert len(curve["step"]) == len(curve["mean"]) == report.PAGE_POINTS and curve["seeds"] == 3
+    assert curve["last evaluation"] == [40, 20, 60] and curve["cpu_seconds"] is None
+    assert {line["label"] for line in data[TASKS[0]]["yardsticks"]} == {"random", "maximum"}
+
+
+def test_runs_that_were_stopped_are_marked(published, capsys):
+    out = published / "stopped" / "a"
+    report.main(report.Args([published / "runs" / "stopped"], out=out, unfinished=True))
+    assert "| CartPole-v1 | stopped |  | 1 | 512 of 1,000, stopped | 7.00 |  |" in capsys.readouterr().out
+    assert "Stopped after 512 of 1,000 steps: stopped." in Path(f"{out}.md").read_text()
+    page = (out.parent / "report.html").read_text()
+    data = json.loads(re.search(r"^const DATA = (.*);$", page, re.MULTILINE)[1])
+    assert data["CartPole-v1"]["curves"][0]["planned steps"] == [1000]
+
+
+def test_report_tells_settings_apart_and_refuses_one_seed_twice(tmp_path):
+    for number, gamma in enumerate((0.9, 0.99, 0.99)):
+        points = {report.RETURN: [(1, 0.0), (2, gamma)]}
+        write_run(tmp_path / f"runs/{number}", points, script="ppo", gamma=gamma)
+    with pytest.raises(SystemExit, match="two runs of"):
+        report.main(report.Args([tmp_path / "runs"], out=tmp_path / "a"))
+    assert not (tmp_path / "data").exists()
+    report.main(report.Args([tmp_path / "runs" / "0", tmp_path / "runs" / "1"], out=tmp_path / "a"))
+    assert set(pd.read_csv(tmp_path / "data" / "a.csv").settings) == {"the defaults", "--gamma 0.9"}
+    assert "ppo --gamma 0.9 (1 seed)" in (tmp_path / "a.svg").read_text()
+
+
+# A grid of trials by three ways
+
+GRID_SCRIPT = """
+import shutil, sys, time
+from pathlib import Path
+
+arg = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+name = f"{arg['--env-id']}-{arg['--seed']}"
+folder = Path(arg["--runs-dir"]) / name
+print(f"run folder: {folder}", flush=True)
+time.sleep(0.2)
+shutil.copytree(Path("prepared") / name, folder, dirs_exist_ok=True)
+"""
+
+
+def grid_of(folder: Path, name: str, *flags) -> list:
+    argv = [sys.executable, BENCHMARK / "run.py", "--command", "python script.py", "--env-ids", "a", "b"]
+    return [*argv, "--num-seeds", "10", "--workers", "2", "--runs-dir", f"runs/{name}", *flags]
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory) -> Path:
+    """A folder with a script whose twenty trials are prepared, and runs/pool, where a pool of processes ran them."""
+    folder = tmp_path_factory.mktemp("grid")
+    (folder / "script.py").write_text(GRID_SCRIPT)
+    for env_id in "ab":
+        for seed in range(1, 11):
+            points = {report.RETURN: [(k, k * seed / 7) for k in range(1, 6)], report.EVAL: [(5, seed)]}
+            write_run(folder / "prepared" / f"{env_id}-{seed}", points, seed=seed, env_id=env_id, script="script")
+    subprocess.run(grid_of(folder, "pool"), cwd=folder, check=True, timeout=300)
+    return folder
+
+
+def table_of(folder: Path, name: str) -> pd.DataFrame:
+    """The tidy table without the two columns of seconds."""
+    report.main(report.Args([folder / "runs" / name], out=folder / "out" / name))
+    return pd.read_csv(folder / "out" / "data" / f"{name}.csv").drop(columns=["cpu_seconds", "wall_seconds"])
+
+
+def test_a_grid_whose_runner_was_killed_gives_the_same_table(grid):
+    runner = subprocess.Popen(grid_of(grid, "killed"), cwd=grid, stdout=subprocess.DEVNULL)
+    while len(list((grid / "runs" / "killed").glob("*/done.json"))) < 5 and runner.poll() is None:
+        time.sleep(0.02)
+    runner.kill()
+    assert runner.wait() < 0  # in the midst of it
+    again = subprocess.run(grid_of(grid, "killed"), cwd=grid, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and 5 <= again.stdout.count("skipped") < 20
+    pd.testing.assert_frame_equal(table_of(grid, "killed"), table_of(grid, "pool"))
+
+
+@optional.needs("ray")
+def test_a_grid_on_a_ray_cluster_of_two_nodes_gives_the_same_table(grid, monkeypatch):
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # on a busy machine its 30 seconds are too few
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        argv = grid_of(grid, "ray", "--backend", "ray", "--address", cluster.address)
+        result = subprocess.run(argv, cwd=grid, capture_output=True, text=True, timeout=500)
+    finally:
+        cluster.shutdown()
+    assert result.returncode == 0 and "20 of 20 trials finished" in result.stdout, result.stderr
+    pd.testing.assert_frame_equal(table_of(grid, "ray"), table_of(grid, "pool"))
+
+
+# What is published
+
+
+def comparable(path: Path) -> tuple[str, np.ndarray]:
+    """A file's text without numbers and the names that an SVG makes from them, and its numbers."""
+    text = re.sub(r"\b[mp][0-9a-f]{10}\b", "", path.read_text())
+    number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
+    return re.sub(number, "0", text), np.array([float(x) for x in re.findall(number, text)])
+
+
+def test_published_figures_and_tables_are_redrawn_from_their_data(tmp_path):
+    published = BENCHMARK.parent / "docs" / "results"
+    shutil.copytree(published / "data", tmp_path / "results" / "data")
+    redraw.main(redraw.Args(tmp_path / "results"))
+    files = {path.name for path in published.iterdir() if path.is_file()}
+    assert files == {path.name for path in (tmp_path / "results").iterdir() if path.is_file()} and len(files) > 80
+    for name in files:
+        if name.endswith((".md", ".html")):
+            assert (tmp_path / "results" / name).read_text() == (published / name).read_text(), name
+        else:  # another machine may round otherwise
+            (text, numbers), (published_text, published_numbers) = map(
+                comparable, (tmp_path / "results" / name, published / name)
+            )
+            assert text == published_text, name
+            np.testing.assert_allclose(numbers, published_numbers, atol=0.01, err_msg=name)
+
+
+def test_every_learning_curve_says_its_settings_and_its_commands():
+    data = BENCHMARK.parent / "docs" / "results" / "data"
+    for name, figure in json.loads((data / "figures.json").read_text()).items():
+        assert figure["note"] and (BENCHMARK.parent / figure["command"]).exists(), name
+        assert (data / f"{name}.csv").stat().st_size < 500_000, name
+
+
+def test_yardsticks_have_sources_and_the_best_is_better_than_random():
+    known = report.yardsticks()
+    assert known.notna().all(axis=None) and set(known.kind) <= {"random", "best", "other"}
+    both = known.pivot_table(index=["env_id", "metric"], columns="kind", values="score").dropna(
+        subset=["random", "best"]
+    )
+    assert (both.best > both.random).all() and len(both) >= 8
+    assert not known[known.kind != "other"].duplicated(["env_id", "metric", "kind"]).any()

@@ -1,0 +1,201 @@
+"""The search of settings: spaces from annotations, studies of real processes, early stops, going on after a kill."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import optional
+import pytest
+
+optuna = pytest.importorskip("optuna", reason=optional.reason("optuna"))
+pytest.importorskip("pandas", reason=optional.reason("pandas"))
+pytest.importorskip("matplotlib", reason=optional.reason("matplotlib"))
+pytest.importorskip("scipy", reason=optional.reason("scipy"))
+
+from cleanmarl.cli import NonNegativeFloat, PositiveInt, UnitFloat, UsageError  # noqa: E402
+
+from annotated_types import Interval  # noqa: E402
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
+from optuna.trial import TrialState  # noqa: E402
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
+sys.path.insert(0, str(BENCHMARK))
+import tune  # noqa: E402
+
+sys.path.remove(str(BENCHMARK))  # its run.py must not stand in for another module of that name
+
+
+class Fields:
+    learning_rate: NonNegativeFloat = 1e-3
+    gamma: UnitFloat = 0.99
+    clip: UnitFloat | None = None
+    angle: Annotated[float, Interval(gt=-1, lt=1)] = 0.0
+    epochs: PositiveInt = 4
+    norm_adv: bool = True
+    cell: Literal["gru", "lstm"] = "gru"
+    env_id: str = "e"
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("learning_rate=1e-5..1e-2", FloatDistribution(1e-5, 1e-2, log=True)),
+        ("learning_rate=0..0.1", FloatDistribution(0, 0.1)),
+        ("gamma=0.9..0.999", FloatDistribution(0.9, 0.999)),  # less than a factor of ten: linear
+        ("gamma", FloatDistribution(0, 1)),
+        ("clip", FloatDistribution(0, 1)),
+        ("angle", FloatDistribution(-1, 1)),
+        ("epochs=1..8", IntDistribution(1, 8)),
+        ("epochs=1..32", IntDistribution(1, 32, log=True)),
+        ("epochs=2,4", CategoricalDistribution([2, 4])),
+        ("norm_adv", CategoricalDistribution([False, True])),
+        ("cell", CategoricalDistribution(["gru", "lstm"])),
+        ("cell=lstm", CategoricalDistribution(["lstm"])),
+    ],
+)
+def test_space_follows_the_annotation(text, want):
+    assert tune.read_param(text, Fields) == want
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("rate=0..1", "has no --rate"),
+        ("gamma=0.9..1.1", r"--gamma must be in \[0, 1\], not 1.1"),
+        ("epochs=0..3", "--epochs must be greater than 0, not 0"),
+        ("epochs=2,-1", "not -1"),
+        ("epochs=1.5..3", "invalid literal"),
+        ("epochs", "needs a range"),
+        ("gamma=0.9..0.9", "range is empty"),
+        ("cell=rnn", "there are only"),
+        ("env_id=a,b", "no number, bool or Literal"),
+    ],
+)
+def test_space_outside_the_annotation_is_refused(text, why):
+    with pytest.raises(UsageError, match=why):
+        tune.read_param(text, Fields)
+
+
+def test_scores_of_several_environments_are_scaled():
+    assert tune.scales(["any/thing"], "eval/ep_reward") == {"any/thing": (0, 1)}
+    scales = tune.scales(["CartPole-v1", "mpe/simple_spread_v3"], "eval/ep_reward")
+    assert scales == {"CartPole-v1": (22, 500), "mpe/simple_spread_v3": (-79.3, -21.8)}
+    with pytest.raises(UsageError, match="no random and best eval/ep_reward of x/y"):
+        tune.scales(["CartPole-v1", "x/y"], "eval/ep_reward")
+
+
+def test_study_of_a_real_script(tmp_path):
+    argv = [
+        sys.executable,
+        BENCHMARK / "tune.py",
+        "--command",
+        "python cleanmarl/mappo.py",
+        "--env-ids",
+        "matrix/penalty",
+    ]
+    argv += ["--params", "learning_rate=1e-4..1e-2", "norm_adv", "--num-trials", "2", "--runs-dir", tmp_path]
+    argv += ["--", "--total-timesteps", "1000", "--num-envs", "16", "--eval-interval", "400", "--eval-episodes", "2"]
+    result = subprocess.run(list(map(str, argv)), cwd=BENCHMARK.parent, capture_output=True, text=True, timeout=550)
+    assert result.returncode == 0, result.stderr
+    assert "1 of 2: complete" in result.stdout and "--learning-rate 0.0007 --norm-adv" in result.stdout  # the defaults
+    assert result.stdout.splitlines()[-1].startswith("best: ")
+    table = (tmp_path / "trials.csv").read_text().splitlines()
+    assert len(table) == 3 and table[1].startswith("0,COMPLETE,")
+    study = optuna.load_study(study_name="tune", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    assert all(len(trial.intermediate_values) >= 2 for trial in study.trials)  # on the way, and at the end
+    entries = json.loads((tmp_path / "manifest.json").read_text()).values()
+    assert len(entries) == 2 and all(entry["status"] == "finished" for entry in entries)
+
+
+SCRIPT = """
+import sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+from annotated_types import Interval
+
+@dataclass
+class Args:
+    x: Annotated[float, Interval(ge=0, le=1)] = 0.9
+
+def main():
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    arg = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    folder = Path(arg["--runs-dir"]) / str(time.time_ns())
+    folder.mkdir()
+    print(f"run folder: {folder}", flush=True)
+    if Path("broken").exists():
+        raise RuntimeError("the environment died")
+    with (folder / "events.out.tfevents.1.h.1.0").open("wb") as file:
+        writer = RecordWriter(file)
+        writer.write(Event(wall_time=1.0, file_version="brain.Event:2").SerializeToString())
+        for k in (1, 2):
+            value = Summary.Value(tag="eval/ep_reward", simple_value=k * float(arg["--x"]))
+            writer.write(Event(wall_time=1.0, step=k, summary=Summary(value=[value])).SerializeToString())
+            file.flush()
+            (folder / "started").touch()
+            if k == 1:
+                time.sleep(60 if float(arg["--x"]) < 0.5 else float(Path("seconds").read_text()))
+    (folder / "done.json").write_text("{}")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A folder with a script whose run evaluates to x and, at its end, to 2 x; with an x below 0.5 it has no end."""
+    (tmp_path / "toy.py").write_text(SCRIPT)
+    (tmp_path / "seconds").write_text("0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(tune, "START_UP", 2)
+    return tmp_path
+
+
+def toy_args(num_trials: int, **changes) -> tune.Args:
+    return tune.Args("python toy.py", ["e"], ["x"], num_trials=num_trials, runs_dir=Path("runs"), **changes)
+
+
+def test_a_trial_worse_than_the_median_is_stopped_early(toy, capsys):
+    search = tune.Search(toy_args(3), [], lambda: 0)
+    for x in (0.8, 0.1):
+        search.study.enqueue_trial({"x": x})
+    search.work()
+    states = [trial.state for trial in search.study.trials]
+    assert states == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
+    assert [trial.value for trial in search.study.trials[:2]] == pytest.approx([1.8, 1.6])
+    assert search.study.trials[2].intermediate_values == pytest.approx({1: 0.1})
+    assert "3 of 3: pruned" in capsys.readouterr().out
+
+
+def test_a_trial_that_fails_counts_and_is_explained(toy, capsys):
+    (toy / "broken").touch()
+    tune.Search(toy_args(1), [], lambda: 0).work()
+    output = capsys.readouterr().out
+    assert "1 of 1: fail" in output and "the environment died" in output
+    (toy / "broken").unlink()
+
+
+def test_a_search_that_was_killed_goes_on_where_it_was(toy):
+    (toy / "seconds").write_text("3")
+    argv = [sys.executable, BENCHMARK / "tune.py", "--command", "python toy.py", "--env-ids", "e", "--params", "x"]
+    searching = subprocess.Popen([*argv, "--runs-dir", "runs", "--num-trials", "2"], cwd=toy)
+    while not list((toy / "runs").glob("*/started")) and searching.poll() is None:
+        time.sleep(0.05)
+    searching.kill()
+    assert searching.wait() < 0  # in the midst of its first trial
+    search = tune.Search(toy_args(2), [], lambda: 0)
+    with pytest.raises(UsageError, match="another program is searching"):
+        tune.Search(toy_args(2), [], lambda: 0)
+    search.study.enqueue_trial({"x": 0.7})
+    search.work()
+    assert [t.params["x"] for t in search.study.get_trials(states=[TrialState.COMPLETE])] == [0.9, 0.7]
+    assert len(list((toy / "runs").glob("*/done.json"))) == len(list((toy / "runs").glob("*/started"))) == 2
