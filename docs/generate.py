@@ -36,8 +36,15 @@ FAMILIES = {
     "mappo": ("MAPPO", "Yu et al. (2021) and their code, marlbenchmark/on-policy"),
     "coppo": ("CoPPO", "Wu et al. (2021) and their code, Coordinated-PPO; 5 to 7 are of its matrix games"),
     "coma": ("COMA", "Foerster et al. (2018)"),
+    "dop": ("DOP", "Wang et al. (2021), section 4.1; code: TonghanWang/DOP"),
     "recurrent": ("Recurrent agents", "Yu et al. (2021); Hausknecht and Stone (2015)"),
     "maddpg": ("MADDPG", "Lowe et al. (2017); discrete actions and whole episodes as in CleanMARL"),
+    "facmac": ("FACMAC", "Peng et al. (2021) and their code, oxwhirl/facmac"),
+    "masac": ("MASAC", "Haarnoja et al. (2018); Christodoulou (2019) for discrete actions"),
+    "vdn": ("VDN and its relatives", "Sunehag et al. (2017); van Hasselt et al. (2016); whole episodes as in PyMARL"),
+    "idqn": ("Independent Q-learning", "Tampuu et al. (2017)"),
+    "qmix": ("QMIX", "Rashid et al. (2018)"),
+    "qtran": ("QTRAN", "Son et al. (2019)"),
     "impala": ("IMPALA", "Espeholt et al. (2018); code: deepmind/scalable_agent, TorchBeast"),
 }
 DETAILS = {
@@ -106,6 +113,12 @@ DETAILS = {
     "coma-1": "The counterfactual baseline: what the agent's other actions would have been worth",
     "coma-2": "The critic's targets are TD(lambda)",
     "coma-3": "The critic sees the actions of the other agents",
+    "dop-1": "The critic is linear in the values of each agent's own action, with weights that are not negative",
+    "dop-2": "The policy gradient is a sum over agents: weight, gradient of the log probability, value",
+    "dop-3": "Off-policy targets by tree backup, whose mean over joint actions is taken agent by agent",
+    "dop-4": "On-policy targets by TD(lambda); the critic's loss is a mixture of both",
+    "dop-5": "Each agent's mean value under its policy is its baseline",
+    "dop-6": "A share of uniformly random actions is part of the policy",
     "recurrent-1": "Memories are emptied where an episode begins and when an agent comes back to life",
     "recurrent-2": "Sequences are replayed from the states that were stored at their start",
     "maddpg-1": "Critics see all, actors what their agent observes",
@@ -115,6 +128,30 @@ DETAILS = {
     "maddpg-5": "Targets take samples of the target policies",
     "maddpg-6": "The buffer holds whole episodes; padding is masked out",
     "maddpg-7": "A truncation is no termination",
+    "maddpg-8": "The mean square of the logits is a part of the actor's loss",
+    "facmac-1": "A utility sees what one agent observes and does; one network serves all agents",
+    "facmac-2": "A network whose weights depend on the state, and may have any sign, mixes the utilities",
+    "facmac-3": "The actor's loss takes the present actions of all agents at once",
+    "facmac-4": "Its samples are hard, and their gradient is that of soft ones (straight-through Gumbel-softmax)",
+    "masac-1": "A critic of discrete actions sees the others' actions, and values each of its agent's",
+    "masac-2": "Of two critics the smaller value counts",
+    "masac-3": "The entropy belongs to the value of what follows",
+    "masac-4": "Expectations over an agent's own discrete actions are sums",
+    "masac-5": "The temperature follows the entropy of the living, with a target in proportion to what an agent can do",
+    "masac-6": "Continuous actions are normal samples squashed by tanh, which changes their density",
+    "vdn-1": "The value of a joint action is the sum of its parts; the dead add nothing",
+    "vdn-2": "Epsilon-greedy exploration among the legal actions",
+    "vdn-3": "Double Q-learning: the network that learns chooses, the target network values",
+    "vdn-4": "Targets are TD(lambda) along the episode, as in Peng's Q(lambda)",
+    "vdn-5": "Target networks follow by Polyak averaging, or as copies now and then",
+    "vdn-6": "The buffer holds whole episodes; padding is masked out",
+    "vdn-7": "A truncation is no termination",
+    "idqn-1": "With a team's reward the dead go on earning what the team does",
+    "qmix-1": "No weight of the mixing network is negative",
+    "qmix-2": "Hypernetworks make its weights and biases of the state",
+    "qtran-1": "At the agents' best actions their sum and the state's value are the joint value",
+    "qtran-2": "Nowhere are they less",
+    "qtran-3": "The joint value learns from rewards alone",
     "impala-1": "Actors collect with parameters that lag behind the learner's",
     "impala-2": "V-trace targets",
     "impala-3": "The weights rho and c are clipped apart",
@@ -122,9 +159,17 @@ DETAILS = {
     "impala-5": "One loss: policy, value and an entropy bonus with their weights",
     "impala-6": "The norm of the gradient is clipped (at 40 for Atari)",
     "impala-7": "The learning rate falls linearly to 0",
-    "impala-8": "RMSProp, or Adam with a large epsilon",
+    "impala-8": "RMSProp as TensorFlow has it, epsilon inside the root; or Adam",
     "impala-9": "Rewards are clipped (Atari)",
     "impala-10": "The networks of the paper: shallow, deep, with an LSTM",
+}
+
+# The families of scripts, as in README.md, and their algorithms; a script belongs to the one its name begins with.
+SCRIPTS = {
+    "One agent": ("ppo",),
+    "Many agents, on-policy": ("ippo", "mappo", "coppo", "coma"),
+    "Many agents, off-policy": ("maddpg", "facmac", "masac", "dop", "idqn", "vdn", "qmix", "qtran"),
+    "Actors and a learner": ("impala",),
 }
 
 # Lines of code that the same write-up changes in the parent for a variant.
@@ -241,18 +286,19 @@ def flags(path: Path, name: str = "Args") -> list[tuple[str, str, str]]:
 
 
 def flags_table(path: Path) -> str:
-    """The flags of a script, and those that it shares with all others."""
+    """The flags of a script, and those that it shares with all others, or with all of its kind."""
     own = flags(path)
     tables = [own]
-    if "class Args(RunArgs)" in path.read_text():
-        shared = {row[0]: row for row in flags(path.with_name("cli.py"), "RunArgs")}
+    if found := re.search(r"class Args\((\w+)\)", path.read_text()):
+        classes = dict.fromkeys(["RunArgs", found[1]])
+        shared = {row[0]: row for name in classes for row in flags(path.with_name("cli.py"), name)}
         own[:] = [(flag, default, text or shared[flag][2]) for flag, default, text in own]  # a default of its own
         tables.append([row for flag, row in shared.items() if flag not in {row[0] for row in own}])
     texts = []
     for rows in tables:
         lines = [f"| {flag} | `{default}` | {text.replace('|', chr(92) + '|')} |" for flag, default, text in rows]
         texts.append("\n".join(["| flag | default | meaning |", "|---|---|---|", *lines]) + "\n")
-    return "\nThese change no learning, and every script has them:\n\n".join(texts)
+    return "\nThese change no learning, and other scripts have them too:\n\n".join(texts)
 
 
 def source_page(path: Path, marked: list[int]) -> str:
@@ -328,44 +374,49 @@ def results_of(script: str, pages: list[str]) -> str:
 
 
 def benchmarks_tables(pages: list[str]) -> str:
-    """The rows of all tables that benchmark/plot.py wrote into docs/results, by environment, each with its settings."""
+    """The rows of the tables that benchmark/report.py wrote, by environment, each with its settings."""
     figures = json.loads((DOCS / "results" / "data" / "figures.json").read_text())
-    rows, scores = {}, {}
+    rows = {}
     for name, (_, table) in results().items():
         owner = max((page for page in pages if name.startswith(f"{page}_")), key=len, default=None)
-        for line in table.splitlines()[2:] if name in figures and owner else []:
-            env_id, label, seeds, steps, *ends = (cell.strip() for cell in line.strip("|").split("|"))
-            script, _, flag = label.partition(" ")
-            if script in pages:
-                label = f"[{script.replace('_', '_<wbr>')}](/algorithms/{script}.md) {flag}".strip()
-            settings = f"[{figures[name]['note'].partition(';')[0]}](/algorithms/{owner}.md#{name})"
-            row = [label, f"{seeds} x {int(steps):,}", *ends, settings]
-            rows.setdefault(env_id, []).append(f"| {' | '.join(row)} |")
-            scores.setdefault(env_id, random_score(figures[name], env_id))
-    parts = []
-    for env_id in sorted(rows):
-        score = f" A random policy has {scores[env_id]}." if scores[env_id] else ""
-        head = "| script | seeds x steps | last 100 episodes | last evaluation | settings |\n|---|---:|---:|---:|---|"
-        parts.append(
-            "\n".join([f"### {env_id}\n", *([score.strip() + "\n"] if score else []), head, *rows[env_id]]) + "\n"
-        )
-    return "\n".join(parts)
+        lines = table.partition("\n\n")[0].splitlines()[2:]  # a second table is of all environments together
+        for line in lines if name in figures and owner else []:
+            env_id, script, settings, seeds, steps, *ends = (cell.strip() for cell in line.strip("|").split("|"))
+            if seeds:  # without them it is a random or best-known score, the same in every figure
+                script = f"[{script.replace('_', '_<wbr>')}](/algorithms/{script}.md)" if script in pages else script
+                settings, steps = f"[{settings}](/algorithms/{owner}.md#{name})", f"{seeds} x {steps}"
+            of_env = rows.setdefault(env_id, [])
+            row = f"| {' | '.join([script, *ends, steps, settings])} |"
+            of_env += [row] if row not in of_env else []
+    head = "| script | last 100 episodes | last evaluation | seeds x steps | settings |\n|---|---:|---:|---:|---|"
+    # Scores to compare with first: their names are in italics.
+    tables = {env_id: sorted(of_env, key=lambda row: not row.startswith("| *")) for env_id, of_env in rows.items()}
+    return "\n".join("\n".join([f"### {env_id}\n", head, *tables[env_id]]) + "\n" for env_id in sorted(tables))
 
 
-def random_score(figure: dict, env_id: str) -> str:
-    """What a random policy has, if a figure of returns has a line for it."""
-    lines = [line.rpartition("=") for line in figure["lines"] if figure["tag"] == "rollout/ep_reward"]
-    return next((value for name, _, value in lines if name in ("random", f"{env_id}:random")), "")
+def family_of(script: str) -> tuple[str, int]:
+    """The family of a script, and its place there: that of the algorithm whose name is the longest part of its own."""
+    places = [(root, title, i) for title, roots in SCRIPTS.items() for i, root in enumerate(roots)]
+    found = [place for place in places if script == place[0] or script.startswith(f"{place[0]}_")]
+    if not found:
+        raise ValueError(f"{script}.py belongs to no family of SCRIPTS in docs/generate.py")
+    return max(found, key=lambda place: len(place[0]))[1:]
 
 
 def scripts_table() -> str:
-    """Every script, its page if it has one, and the first sentence of its docstring."""
-    rows = ["| script | algorithm |", "|---|---|"]
-    for path in scripts():
-        first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
-        has_page = (DOCS / "algorithms" / f"{path.stem}.md").exists()
-        rows.append(f"| {f'[{path.name}](/algorithms/{path.stem}.md)' if has_page else f'`{path.name}`'} | {first} |")
-    return "\n".join(rows) + "\n"
+    """The scripts by family, each with its page if it has one and the first sentence of its docstring; the sidebar."""
+    parts = []
+    for title in SCRIPTS:
+        rows, pages = [f"### {title}\n", "| script | algorithm |", "|---|---|"], []
+        of_family = [path for path in scripts() if family_of(path.stem)[0] == title]
+        for path in sorted(of_family, key=lambda path: (family_of(path.stem)[1], path.stem)):
+            name, first = path.stem, ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
+            has_page = (DOCS / "algorithms" / f"{name}.md").exists()
+            pages += [f"{name}.py <algorithms/{name}>"] if has_page else []
+            rows.append(f"| {f'[{path.name}](/algorithms/{name}.md)' if has_page else f'`{path.name}`'} | {first} |")
+        toctree = ["```{toctree}", f":caption: {title}", ":hidden:", "", *pages, "```"]
+        parts.append("\n".join([*rows, "", *toctree]))
+    return "\n\n".join(parts) + "\n"
 
 
 def environment_page(path: Path) -> str:
