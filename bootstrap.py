@@ -3,6 +3,8 @@
 Takes the packages of the wanted groups whose markers fit this machine, installs them with their hashes checked and
 without resolving, then torch, then this project in editable form. A second call with nothing new returns at once.
 TORCH_INDEX names the package index that torch comes from, VENV another folder than .venv (see `make help`).
+
+`python3 bootstrap.py export` writes the same pins, with torch, into requirements.txt, for pip and uv.
 """
 
 import hashlib
@@ -31,32 +33,54 @@ def wanted_state(groups: set[str]) -> dict:
     return {"lock": digest, "torch_index": os.environ.get("TORCH_INDEX", ""), "groups": sorted(groups)}
 
 
+def locked(groups: set[str]) -> list[tuple[str, str, list[str | None], list[str]]]:
+    """(name, version, markers, hashes) of every package in the lock that one of the groups has."""
+    found = []
+    for package in tomllib.loads((ROOT / "poetry.lock").read_text())["package"]:
+        markers = package.get("markers")
+        marks = [
+            markers.get(g) if isinstance(markers, dict) else markers for g in sorted(groups & {*package["groups"]})
+        ]
+        if marks:
+            found.append((package["name"], package["version"], marks, [file["hash"] for file in package["files"]]))
+    return found
+
+
+def requirements() -> str:
+    """What every script needs, and torch, as a requirements file with hashes."""
+    lines = [
+        "# Made from poetry.lock by `python3 bootstrap.py export`; pip or uv install it, then `pip install --no-deps .`"
+    ]
+    for name, version, marks, hashes in locked({"main", "torch"}):
+        marker = "" if None in marks else " ; " + " or ".join(f"({mark})" for mark in dict.fromkeys(marks))
+        lines.append(" \\\n    ".join([f"{name}=={version}{marker}", *(f"--hash={hash_}" for hash_ in sorted(hashes))]))
+    return "\n".join(lines) + "\n"
+
+
 def install(groups: set[str]) -> None:
     """Runs inside VENV: install the pinned packages of `groups`, torch, and the project."""
     from pip._vendor.packaging.markers import Marker  # pip carries the grammar of markers
 
     torch_version, pins = "", []
-    for package in tomllib.loads((ROOT / "poetry.lock").read_text())["package"]:
-        name, markers = package["name"], package.get("markers")
+    for name, version, marks, hashes in locked(groups):
         if name == "torch":
-            torch_version = package["version"]
-        if name == "torch" or name.startswith(CUDA):
-            continue
-        marks = [markers.get(g) if isinstance(markers, dict) else markers for g in groups & set(package["groups"])]
-        if any(mark is None or Marker(mark).evaluate({"extra": ""}) for mark in marks):
-            hashes = " ".join(f"--hash={file['hash']}" for file in package["files"])
-            pins.append(f"{name}=={package['version']} {hashes}")
+            torch_version = version
+        elif not name.startswith(CUDA) and any(mark is None or Marker(mark).evaluate({"extra": ""}) for mark in marks):
+            pins.append(" ".join([f"{name}=={version}", *(f"--hash={hash_}" for hash_ in hashes)]))
 
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     index = os.environ.get("TORCH_INDEX")
-    requirements = VENV / "requirements.txt"
-    requirements.write_text("\n".join(pins))
-    subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", str(requirements)], check=True)
+    file = VENV / "requirements.txt"
+    file.write_text("\n".join(pins))
+    subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", str(file)], check=True)
     subprocess.run([*pip, f"torch=={torch_version}", *(["--index-url", index] if index else [])], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
 
 
 def main() -> None:
+    if sys.argv[1:] == ["export"]:
+        (ROOT / "requirements.txt").write_text(requirements())
+        return
     groups = {"main", "torch", *sys.argv[1:]}
     known = {"main", *tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]}
     if unknown := groups - known:
