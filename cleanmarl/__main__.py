@@ -26,6 +26,14 @@ def scripts() -> dict[str, str]:
     return found
 
 
+def say(text: str) -> None:
+    """Print, and end quietly if the reader has seen enough: `cleanmarl list | head -1`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+
+
 def run(argv: list[str]) -> None:
     """Take the place of this process: signals, exit status and terminal are then those of a script run by path."""
     os.execv(sys.executable, [sys.executable, *argv])
@@ -51,13 +59,13 @@ def main() -> None:
     """The command line."""
     command, *argv = sys.argv[1:] or ["--help"]
     if command == "list":
-        print("\n".join(f"{name:26} {sentence}" for name, sentence in scripts().items()))
+        say("\n".join(f"{name:26} {sentence}" for name, sentence in scripts().items()))
     elif command == "train":
         train(argv)
     elif command == "enjoy":
         run(["-m", "cleanmarl.enjoy", *argv])
     elif command in ("--help", "-h"):
-        print(USAGE)
+        say(USAGE)
     else:
         fail(f"there is no command {command}: list, train or enjoy")
 

@@ -1,5 +1,6 @@
 """`python -m cleanmarl`: it finds every script, runs it as by path, and ends a mistake with one line."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,17 @@ def test_a_mistake_is_one_line(argv, fragment):
     result = cleanmarl(*argv)
     assert result.returncode == 2 and result.stdout == ""
     assert fragment in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
+    """The pipe is closed before anything is written, which is what `| head -1` does to the rest."""
+    command = [sys.executable, "-m", "cleanmarl", "list"]
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    listing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    listing.stdout.close()
+    assert listing.stderr.read() == "" and listing.wait() == 0
+    listing.stderr.close()
 
 
 def test_help():
