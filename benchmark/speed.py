@@ -5,9 +5,9 @@
 
     python benchmark/speed.py --table --peers FOLDER [--only mappo]
 
-measures the pairs of `PAIRS` below, or some of them, and adds what it found to
-docs/results/data/speed.csv. FOLDER holds, for each
-peer, a shell script of the name that the pair's command has; what it must run stands beside it as settings.
+measures the pairs that stand in benchmark/speed_pairs.py, or some of them, in the root of the repository. It adds what
+it found to docs/results/data/speed.csv, of which the tables in docs/speed.md and README.md are made. FOLDER is what
+benchmark/peers/setup.sh filled.
 
 In a command {steps} stands for the number of environment steps, {seed} for the number of the repeat, and {tmp} for a
 folder that is deleted afterwards. A measurement runs a command twice, for `steps` and for `short * steps`, and divides
@@ -35,100 +35,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tyro
-
-
-@dataclass
-class Pair:
-    """A script and a peer that do the same work; commands as of --ours and --peer, and {peers} is --peers."""
-
-    name: str
-    beside: str
-    ours: str
-    steps: int
-    peer: str
-    peer_steps: int
-    settings: str  # of both
-    ours_differs: str
-    peer_differs: str
-
-
-CLEANMARL = (
-    "simple_spread, rollouts of 3 episodes of 25 steps, 3 epochs on all of it, Adam 8e-4, entropy 0.001, gradients not "
-    "clipped, two hidden layers with ReLU, parameters shared, ids in the observations"
-)
-AT_CLEANMARLS = (
-    "--num-envs 3 --num-steps 25 --num-minibatches 1 --update-epochs 3 --gamma 0.99 --no-norm-adv --no-normalize-value "
-    "--value-clip-coef 0 --huber-delta 0 --learning-rate 8e-4 --critic-learning-rate 8e-4 --ent-coef 0.001 "
-    "--max-grad-norm 1e9 --activation relu --actor-hidden-dim 32"
-)
-RUN = "--total-timesteps {steps} --seed {seed} --runs-dir {tmp} --eval-episodes 0"
-PAIRS = [
-    Pair(
-        "ppo",
-        "CleanRL ppo.py",
-        f"python cleanmarl/ppo.py {RUN}",
-        81_920,
-        "bash {peers}/cleanrl_ppo.sh {steps} {seed}",
-        20_480,
-        "CartPole-v1, the defaults of both: 4 environments x 128 steps, 4 epochs x 4 minibatches, networks 64-64",
-        "",
-        "SAME_STEP autoreset and `final_info` of the present Gymnasium",
-    ),
-    Pair(
-        "ippo",
-        "CleanMARL ippo_multienvs.py",
-        f"python cleanmarl/ippo.py {RUN} {AT_CLEANMARLS} --critic-hidden-dim 32",
-        30_000,
-        "bash {peers}/cleanmarl.sh ippo_multienvs {steps} {seed} --eval_steps 1000000",
-        2_000,
-        CLEANMARL + "; actor 32-32, critic 32-32",
-        "bootstraps where time is up",
-        "MPE of mpe2; no evaluation",
-    ),
-    Pair(
-        "mappo",
-        "CleanMARL mappo_multienvs.py",
-        f"python cleanmarl/mappo.py {RUN} {AT_CLEANMARLS} --critic-hidden-dim 64",
-        30_000,
-        "bash {peers}/cleanmarl.sh mappo_multienvs {steps} {seed} --eval_steps 1000000",
-        2_000,
-        CLEANMARL + "; actor 32-32, critic 64-64",
-        "bootstraps where time is up; the critic sees the own observation beside the state",
-        "MPE of mpe2; no evaluation",
-    ),
-    Pair(
-        "maddpg_multienvs",
-        "CleanMARL maddpg_multienvs.py",
-        f"python cleanmarl/maddpg_multienvs.py {RUN} --num-eval-ep 1 --eval-steps 1000000 --no-save-buffer "
-        "--individual-critics False",
-        10_000,
-        "bash {peers}/cleanmarl.sh maddpg_multienvs {steps} {seed} --eval_steps 1000000",
-        2_000,
-        "simple_spread, CleanMARL's defaults: 4 environments, batches of 10 episodes, 4 updates for every 4 episodes, "
-        "actor 32, critic 128",
-        "a target update after each update",
-        "MPE of mpe2; no evaluation; one target update after 4 updates",
-    ),
-]
-AT_JAXMARLS = (
-    "--num-envs 16 --num-steps 128 --num-minibatches 4 --update-epochs 4 --learning-rate 2.5e-4 --gamma 0.99 "
-    "--critic-learning-rate 2.5e-4 --anneal-lr --no-normalize-value --huber-delta 0 --max-grad-norm 0.5"
-)
-for compiled in ("", " --compile"):
-    PAIRS.append(
-        Pair(
-            f"ippo{compiled}, JaxMARL's settings",
-            "JaxMARL ippo_ff_mpe.py",
-            f"python cleanmarl/ippo.py {RUN} {AT_JAXMARLS}{compiled}",
-            409_600,
-            "bash {peers}/jaxmarl.sh ippo_ff_mpe {steps}",
-            409_600,
-            "simple_spread, 16 environments x 128 steps, 4 epochs x 4 minibatches, networks 64-64 with tanh, shared, "
-            "Adam 2.5e-4 that falls to 0",
-            "ids beside the observations; networks' gradients are clipped apart",
-            "one XLA program, one thread; no metrics are written",
-        )
-    )
+from speed_pairs import PAIRS, Pair  # benchmark/speed_pairs.py
 
 
 @dataclass
@@ -146,11 +53,11 @@ class Args:
     repeats: int = 3
     """measurements of each side; the order of the two sides alternates"""
     table: bool = False
-    """measure the pairs that stand in this file, and write docs/results/data/speed.csv"""
+    """measure the pairs of benchmark/speed_pairs.py, and write docs/results/data/speed.csv and README.md's table"""
     peers: Path | None = None
-    """with --table: folder of the peers' shell scripts"""
+    """with --table: folder that benchmark/peers/setup.sh filled"""
     only: tuple[str, ...] = ()
-    """with --table: names of pairs (default: all)"""
+    """with --table: scripts or peers whose pairs are measured (default: all)"""
     profile: bool = False
     """also report how our time splits into env, forward, update and the rest (one more run)"""
 
@@ -181,7 +88,8 @@ def run(argv: list[str]) -> tuple[float, float]:
     """Run one command to its end; returns its wall time and its CPU time in seconds. A failure ends the program."""
     with tempfile.TemporaryFile() as log:
         start = time.perf_counter()
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env={"OMP_NUM_THREADS": "1", **os.environ})
+        env = {"OMP_NUM_THREADS": "1", "PEERS_PYTHON": sys.executable, **os.environ}
+        process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
         try:
             _, status, usage = os.wait4(process.pid, 0)  # its children are in the usage, once it has waited for them
         except BaseException:
@@ -264,41 +172,86 @@ def split_time(command: str, steps: int) -> dict[str, float]:
 
 
 COLUMNS = ["script", "beside", "ours", "ours_min", "ours_max", "peer", "peer_min", "peer_max"]
-COLUMNS += ["ratio", "ratio_min", "ratio_max", "n", "settings", "ours_differs", "peer_differs", "command", "machine"]
-TABLE = Path(__file__).resolve().parent.parent / "docs" / "results" / "data" / "speed.csv"
+COLUMNS += ["ratio", "ratio_min", "ratio_max", "n", "goal", "settings", "ours_differs", "peer_differs"]
+COLUMNS += ["ours_command", "peer_command", "machine"]
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "docs" / "results" / "data" / "speed.csv"
+README = ROOT / "README.md"
 
 
 def measure_table(args: Args) -> None:
-    """Measure the pairs, and write a row for each as soon as it is done; an earlier row of the same name goes."""
-    pairs = [pair for pair in PAIRS if not args.only or pair.name in args.only]
+    """Measure the pairs, and write a row for each as soon as it is done; an earlier row of the same pair goes."""
+    pairs = [pair for pair in PAIRS if not args.only or {pair.script, pair.beside} & set(args.only)]
     if not pairs or args.peers is None:
-        sys.exit(f"--table needs --peers, and --only some of: {', '.join(pair.name for pair in PAIRS)}")
+        names = dict.fromkeys([pair.script for pair in PAIRS] + [pair.beside for pair in PAIRS])
+        sys.exit(f"--table needs --peers, and --only some of: {', '.join(names)}")
     about = "{cpu}, {cores} cores, Python {python}, torch {torch}".format(**machine())
     for pair in pairs:
-        peer = pair.peer.replace("{peers}", str(args.peers.resolve()))
+        peer = pair.peer.replace("{peers}", shlex.quote(str(args.peers.resolve())))
         sides = {"ours": (pair.ours, pair.steps), "peer": (peer, pair.peer_steps)}
         rates = {name: [] for name in sides}
         for repeat in range(args.repeats):
             for name in list(sides)[:: 1 if repeat % 2 == 0 else -1]:
                 rates[name].append(measure(*sides[name], args.short, seed=repeat + 1)["CPU-second"])
-        ratios = [a / b for a, b in zip(rates["ours"], rates["peer"])]
-        numbers = [round(f(x)) for x in rates.values() for f in (statistics.median, min, max)]
-        numbers += [round(f(ratios), 2) for f in (statistics.median, min, max)] + [args.repeats]
-        texts = [pair.settings, pair.ours_differs, pair.peer_differs, pair.ours, about]
-        row = dict(zip(COLUMNS, [pair.name, pair.beside, *numbers, *texts]))
-        print({key: row[key] for key in COLUMNS[:12]}, file=sys.stderr)
-        rows = read_table() if TABLE.exists() else []
-        names = [pair.name for pair in PAIRS]
-        rows = sorted([r for r in rows if r["script"] != pair.name] + [row], key=lambda r: names.index(r["script"]))
-        with TABLE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        row = table_row(pair, rates, about)
+        print(f"{pair.script} / {pair.beside}: {row['ours']} / {row['peer']} = {with_range(row)}", file=sys.stderr)
+        write_table([r for r in read_table() if place(r) != place(row)] + [row])
 
 
-def read_table() -> list[dict[str, str]]:
+def table_row(pair: Pair, rates: dict[str, list[float]], about: str) -> dict:
+    """What was measured of a pair: medians and ranges of the rates, and of the ratios repeat by repeat."""
+    ratios = [a / b for a, b in zip(rates["ours"], rates["peer"])]
+    numbers = [round(f(x)) for x in rates.values() for f in (statistics.median, min, max)]
+    numbers += [round(f(ratios), 2) for f in (statistics.median, min, max)] + [len(ratios)]
+    texts = [pair.settings, pair.ours_differs, pair.peer_differs, pair.ours, pair.peer, about]
+    return dict(zip(COLUMNS, [pair.script, pair.beside, *numbers, pair.goal, *texts]))
+
+
+def place(row: dict) -> int | None:
+    """Where a row stands in the table; None if its pair is no longer measured."""
+    places = [(pair.script, pair.beside) for pair in PAIRS]
+    name = row["script"], row["beside"]
+    return places.index(name) if name in places else None
+
+
+def read_table() -> list[dict]:
+    if not TABLE.exists():
+        return []
     with TABLE.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def write_table(rows: list[dict]) -> None:
+    """Write the rows in the order of the pairs, and README.md's table; docs/generate.py makes the one of the docs."""
+    with TABLE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted((row for row in rows if place(row) is not None), key=place))
+    before, _, rest = README.read_text().partition(README_START)
+    README.write_text(before + README_START + readme_table(read_table()) + README_END + rest.partition(README_END)[2])
+
+
+README_START = "<!-- made by benchmark/speed.py --table of docs/results/data/speed.csv -->\n"
+README_END = "<!-- end of it -->\n"
+
+
+def readme_table(rows: list[dict]) -> str:
+    """The short form of the table, for README.md: a script with --compile stands beside itself without."""
+    cells = {}
+    for row in rows:
+        script, _, flag = row["script"].partition(" ")
+        cells.setdefault((script, row["beside"]), {})[flag] = with_range(row)
+    lines = ["| script | beside | ratio (range) | with `--compile` |", "|---|---|---:|---:|"]
+    for (script, beside), of_flags in cells.items():
+        lines.append(f"| `{script}.py` | {beside} | {of_flags.get('', '')} | {of_flags.get('--compile', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_range(row: dict) -> str:
+    """28.1 (27.5-28.9), in three digits."""
+    ratio, low, high = (float(row[key]) for key in ("ratio", "ratio_min", "ratio_max"))
+    digits = 1 if ratio >= 9.95 else 2
+    return f"{ratio:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def main(args: Args) -> None:

@@ -1,10 +1,11 @@
-"""Write docs/_generated from the code: flags, details, source pages, diffs and results. conf.py calls `main`.
+"""Write docs/_generated from the code: flags, details, source pages, diffs, results and speed. conf.py calls `main`.
 
 Nothing is imported from cleanmarl: scripts and tests are parsed, so that the docs build without torch. A tag is a
 comment, `# detail core-5: ...` in a script and `# proves core-5` in or right above a test function.
 """
 
 import ast
+import csv
 import difflib
 import io
 import json
@@ -419,6 +420,27 @@ def scripts_table() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def speed_tables() -> str:
+    """What benchmark/speed.py measured beside peers: the rates, then the settings of both sides."""
+    path = DOCS / "results" / "data" / "speed.csv"
+    if not path.exists():
+        return ""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    rates = ["| script | beside | ours | the peer's | ratio (range) | goal | n |", "|---|---|---:|---:|---:|---:|---:|"]
+    settings = ["| script, beside | both | ours | the peer's |", "|---|---|---|---|"]
+    for row in rows:
+        ours, peer = (f"{int(row[side]):,}" for side in ("ours", "peer"))
+        ratio = f"{float(row['ratio']):.2f} ({float(row['ratio_min']):.2f}-{float(row['ratio_max']):.2f})"
+        cells = [f"`{row['script']}`", row["beside"], ours, peer, ratio, f"{float(row['goal']):g}", row["n"]]
+        rates.append(f"| {' | '.join(cells)} |")
+        cells = [f"`{row['script']}`, {row['beside']}", row["settings"], row["ours_differs"], row["peer_differs"]]
+        settings += [f"| {' | '.join(cells)} |"] if not row["script"].endswith(" --compile") else []
+    machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
+    parts = ["\n".join(rates), f"Measured on: {machines}.", "### Settings of both sides", "\n".join(settings)]
+    return "\n\n".join(parts) + "\n"
+
+
 def environment_page(path: Path) -> str:
     """The docstring of a family's module, as it stands: what its environments show, take, pay and when they end."""
     return f"```text\n{ast.get_docstring(ast.parse(path.read_text()))}\n```\n"
@@ -431,6 +453,7 @@ def main() -> None:
     all_tags, tests = [], test_tags()
     documented = [path.stem for path in sorted(DOCS.glob("algorithms/*.md"))]
     pages["benchmarks.md"] = benchmarks_tables(documented)
+    pages["speed.md"] = speed_tables()
     for path in scripts():
         tags = script_tags(path)
         all_tags += tags

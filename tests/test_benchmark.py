@@ -1,5 +1,6 @@
-"""The benchmark tools on real processes: the runner and the speed harness."""
+"""The benchmark tools on real processes: the runner, the speed harness and what runs its peers."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
+from optional import needs
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
@@ -240,28 +243,161 @@ def test_speed_compares_two_commands(tmp_path):
     assert "2 cores" in result.stdout or f"{os.cpu_count()} cores" in result.stdout
 
 
-def test_speed_measures_a_pair_for_the_table(tmp_path, monkeypatch):
-    """Its row replaces an earlier one of the same name, and the docs' tables are made of it."""
+def a_pair(script: str, beside: str = "a peer", **changes) -> speed.Pair:
+    return speed.Pair(script, beside, **{"goal": 3.0, "settings": "equal work", **changes})
+
+
+def test_speed_measures_a_pair_for_the_tables(tmp_path, monkeypatch):
+    """Its row replaces an earlier one of the same pair, and the README's table is made of it."""
     (tmp_path / "busy.py").write_text(BUSY)
     (tmp_path / "peer.sh").write_text(f"exec {sys.executable} {tmp_path / 'busy.py'} $1 250\n")
-    texts = {"settings": "equal | work", "ours_differs": "", "peer_differs": "nothing of note"}
     work = {"ours": f"python {tmp_path / 'busy.py'} {{steps}} 1000", "steps": 600}
     work |= {"peer": "bash {peers}/peer.sh {steps}", "peer_steps": 150}
-    monkeypatch.setattr(speed, "PAIRS", [speed.Pair("busy", "a peer", **work, **texts)])
+    pairs = [a_pair("busy", "another", **work), a_pair("busy", **work), a_pair("busy --compile", **work)]
+    monkeypatch.setattr(speed, "PAIRS", pairs)
     monkeypatch.setattr(speed, "TABLE", tmp_path / "speed.csv")
+    monkeypatch.setattr(speed, "README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text(f"before\n{speed.README_START}old\n{speed.README_END}after\n")
     for repeats in (1, 2):
-        speed.measure_table(speed.Args(table=True, peers=tmp_path, repeats=repeats))
+        speed.measure_table(speed.Args(table=True, peers=tmp_path, repeats=repeats, only=("busy --compile",)))
     (row,) = speed.read_table()
     assert row["n"] == "2" and 2 < float(row["ratio_min"]) <= float(row["ratio"]) <= float(row["ratio_max"]) < 8
     assert int(row["peer_min"]) <= int(row["peer"]) <= int(row["peer_max"]) < int(row["ours_min"])
+    assert row["goal"] == "3.0" and row["peer_command"] == work["peer"]
     with pytest.raises(SystemExit, match="--table needs --peers"):
         speed.measure_table(speed.Args(table=True))
+    with pytest.raises(SystemExit, match="busy, busy --compile, another, a peer"):
+        speed.measure_table(speed.Args(table=True, peers=tmp_path, only=("bussy",)))
+
+    speed.write_table([row, row | {"script": "busy", "ratio": "31.44"}, row | {"script": "gone"}])
+    assert [r["script"] for r in speed.read_table()] == ["busy", "busy --compile"]  # in the order of the pairs
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n<!--") and text.endswith(f"{speed.README_END}after\n") and "old" not in text
+    (line,) = (line for line in text.splitlines() if line.startswith("| `busy.py`"))
+    assert line.split(" | ")[1:] == ["a peer", speed.with_range(row | {"ratio": "31.44"}), f"{speed.with_range(row)} |"]
+
+
+def test_readme_and_docs_have_the_numbers_of_the_table():
+    rows = speed.read_table()
+    _, _, rest = (BENCHMARK.parent / "README.md").read_text().partition(speed.README_START)
+    assert rest.startswith(speed.readme_table(rows) + speed.README_END)
+    assert len({(row["script"], row["beside"]) for row in rows}) == len(rows) > 0
+    pytest.importorskip("pygments")
+    spec = importlib.util.spec_from_file_location("generate", BENCHMARK.parent / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    lines = generate.speed_tables().splitlines()
+    for row in rows:
+        (line,) = (line for line in lines if line.startswith(f"| `{row['script']}` | {row['beside']} |"))
+        assert f" | {int(row['ours']):,} | {int(row['peer']):,} | {float(row['ratio']):.2f} (" in line
+        assert line.endswith(f"| {float(row['goal']):g} | {row['n']} |")
+        assert any(row["settings"] in line and row["ours_differs"] in line for line in lines)
+
+
+@pytest.mark.parametrize("pair", speed.PAIRS, ids=lambda pair: f"{pair.script} / {pair.beside}")
+def test_commands_of_the_pairs_are_ones_that_their_scripts_take(pair, tmp_path):
+    argv = speed.to_argv(pair.ours, steps=round(pair.steps / 4), seed=1, tmp=tmp_path)
+    assert argv[1] == f"cleanmarl/{pair.script.split()[0]}.py" and ("--compile" in argv) == ("--compile" in pair.script)
+    args = tyro.cli(importlib.import_module(f"cleanmarl.{Path(argv[1]).stem}").Args, args=argv[2:])
+    assert args.eval_episodes == 0
+    script = Path(pair.peer.split()[1])
+    assert script.parent == Path("benchmark/peers") and (BENCHMARK.parent / script).exists()
+    rollout = getattr(args, "num_envs", 1) * getattr(args, "num_steps", 25)
+    assert pair.steps / 4 >= rollout  # the shorter run learns at least once
+    assert not any("|" in text for text in (pair.settings, pair.ours_differs, pair.peer_differs))
 
 
 def test_speed_stops_at_a_command_that_fails(tmp_path):
     (tmp_path / "bad.py").write_text("raise ValueError('no such flag')")
     result = cli("speed.py", "--ours", "python bad.py {steps}", cwd=tmp_path)
     assert result.returncode == 1 and "no such flag" in result.stderr
+
+
+# peers/: what runs the scripts of others, here with scripts that need what those do
+
+
+def run_peer(script: str, *argv, peers: Path, work: Path) -> subprocess.CompletedProcess:
+    work.mkdir(exist_ok=True)
+    command = ["bash", BENCHMARK / "peers" / script, peers, work, *argv]
+    env = {**os.environ, "PEERS_PYTHON": sys.executable}
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, env=env)
+
+
+AS_CLEANRL = """
+import sys
+import gymnasium as gym
+env = lambda: gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1", max_episode_steps=3))
+envs = gym.vector.SyncVectorEnv([env, env])
+obs, _ = envs.reset(seed=1)
+episodes = []
+for step in range(6):
+    obs, reward, termination, truncation, infos = envs.step([0, 1])
+    assert reward.all()  # no dummy step
+    for info in infos.get("final_info", ()):
+        if info and "episode" in info:
+            episodes.append((step, float(info["episode"]["r"]), int(info["episode"]["l"])))
+open("written", "w").write(repr((sys.argv, episodes)))
+"""
+
+
+def test_cleanrl_runs_with_the_resets_that_it_was_written_for(tmp_path):
+    script = tmp_path / "peers folder" / "cleanrl" / "cleanrl" / "toy.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(AS_CLEANRL)
+    result = run_peer("cleanrl.sh", "toy", 100, 7, "--x", peers=script.parents[2], work=tmp_path / "work")
+    assert result.returncode == 0, result.stderr
+    argv, episodes = eval((tmp_path / "work" / "written").read_text())
+    assert argv == [str(script), "--total-timesteps", "100", "--seed", "7", "--x"]
+    assert episodes == [(2, 3.0, 3), (2, 3.0, 3), (5, 3.0, 3), (5, 3.0, 3)]
+
+
+AS_CLEANMARL = """
+import importlib, sys
+import lbforaging, smaclite
+from env.wrapper import NAME
+if __name__ == "__main__":
+    env = importlib.import_module("pettingzoo.mpe.simple_spread_v3").parallel_env()
+    env.reset()
+    open("written", "w").write(repr((sys.argv, NAME, env.num_agents, env.unwrapped.max_cycles)))
+"""
+
+
+def test_cleanmarl_finds_the_packages_that_have_moved(tmp_path):
+    script = tmp_path / "cleanmarl" / "cleanmarl" / "toy.py"
+    (script.parent / "env").mkdir(parents=True)
+    (script.parent / "env" / "wrapper.py").write_text("NAME = 'theirs'")
+    script.write_text(AS_CLEANMARL)
+    result = run_peer("cleanmarl.sh", "toy", 100, 7, "--eval_steps", 5, peers=tmp_path, work=tmp_path / "work")
+    assert result.returncode == 0, result.stderr
+    argv, *rest = eval((tmp_path / "work" / "written").read_text())
+    assert rest == ["theirs", 3, 25] and argv[0] == str(script)
+    assert argv[-6:] == ["--total_timesteps", "100", "--seed", "7", "--eval_steps", "5"]
+
+
+AS_JAXMARL = """
+import jax
+def make_train(config):
+    updates = config["TOTAL_TIMESTEPS"] // config["NUM_STEPS"] // config["NUM_ENVS"]
+    def train(key):
+        jax.experimental.io_callback(lambda x: open("metrics", "a"), None, key)
+        jax.debug.callback(lambda seed: open("runs", "a").write(f"{config['NAME']} {updates} {seed[1]};"), key)
+        return key
+    return train
+"""
+
+
+@needs("jaxmarl")
+def test_jaxmarl_trains_again_and_again(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mappo_homogenous_rnn_toy.yaml").write_text("{NUM_ENVS: 2, NUM_STEPS: 4, NAME: it}")
+    (tmp_path / "mappo_rnn_toy.py").write_text(AS_JAXMARL)
+    argv = [sys.executable, BENCHMARK / "peers" / "run_jaxmarl.py", tmp_path / "mappo_rnn_toy.py"]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([*map(str, argv), "48", "7", "TOTAL_TIMESTEPS=16"], check=True, timeout=120, env=env, cwd=tmp_path)
+    assert (tmp_path / "runs").read_text() == "it 2 7;it 2 8;it 2 9;" and not (tmp_path / "metrics").exists()
+    odd = [*map(str, argv), "50", "7", "TOTAL_TIMESTEPS=16"]
+    result = subprocess.run(odd, capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path)
+    assert result.returncode == 1 and "50 steps are no multiple" in result.stderr
 
 
 ROLLOUT = """

@@ -1,0 +1,277 @@
+"""What `benchmark/speed.py --table` measures: scripts beside peers that do the same work, and the goal for each ratio.
+
+Peers' code is fetched by benchmark/peers/setup.sh. "The same" was looked up in their code: networks, batches, epochs,
+updates for each episode, optimizers. Flags make ours as the peer's, or the other way round; what flags cannot make
+equal stands in `ours_differs` and `peer_differs`.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass
+class Pair:
+    """A script and a peer that do the same work; commands as of --ours and --peer, and {peers} is --peers."""
+
+    script: str
+    beside: str
+    goal: float  # of ours / peer
+    ours: str
+    steps: int
+    peer: str
+    peer_steps: int
+    settings: str  # of both
+    ours_differs: str = ""
+    peer_differs: str = ""
+
+
+def with_and_without_compile(pair: Pair, goal: float) -> list[Pair]:
+    """The pair, and the same with --compile, for which the goal may be another."""
+    return [pair, replace(pair, script=f"{pair.script} --compile", goal=goal, ours=f"{pair.ours} --compile")]
+
+
+def ours(script: str, flags: str = "") -> str:
+    run = "--total-timesteps {steps} --seed {seed} --runs-dir {tmp} --eval-episodes 0"
+    return f"python cleanmarl/{script}.py {run} {flags}".strip()
+
+
+def peer(name: str, script: str, flags: str = "") -> str:
+    return f"bash benchmark/peers/{name}.sh {{peers}} {{tmp}} {script} {{steps}} {{seed}} {flags}".strip()
+
+
+# CleanMARL, on-policy: its defaults. A number of layers of 1 means two hidden layers.
+ON_POLICY = (
+    "simple_spread, CleanMARL's defaults: rollouts of 3 episodes of 25 steps, 3 epochs on all of it, Adam 8e-4, gamma "
+    "0.99, lambda 0.95, clip 0.2, entropy 0.001, gradients not clipped, a time limit is an end, two hidden layers with "
+    "ReLU, parameters shared, ids in the observations"
+)
+AS_CLEANMARL = (
+    "--num-envs 3 --num-steps 25 --num-minibatches 1 --update-epochs 3 --gamma 0.99 --no-norm-adv --no-normalize-value "
+    "--value-clip-coef 0 --huber-delta 0 --learning-rate 8e-4 --critic-learning-rate 8e-4 --ent-coef 0.001 "
+    "--max-grad-norm 1e9 --no-time-limit-bootstrap --activation relu --actor-hidden-dim 32"
+)
+# CleanMARL, off-policy: its defaults; nothing is evaluated on either side.
+OFF_POLICY = "simple_spread, CleanMARL's defaults: "
+QUIET = "--num-eval-ep 1 --eval-steps 1000000 --no-save-buffer"
+MADDPG = f"{QUIET} --individual-critics False --reg 0"
+NOT_EVALUATED = "--eval_steps 1000000"
+ONE_VALUE = "one value of a joint action, where CleanMARL has the same one for each agent"
+OWN_SIMULATOR = "MPE of mpe2"
+
+# JaxMARL: the settings of its configurations.
+AS_JAXMARL = (
+    "--num-steps 128 --num-minibatches 4 --update-epochs 4 --gamma 0.99 --anneal-lr --no-normalize-value "
+    "--huber-delta 0 --no-time-limit-bootstrap"
+)
+IN_XLA = "everything is one XLA program, on one thread; no metrics are written"
+SMAX = (
+    "smax/3m, JaxMARL's settings but for 64 environments x 128 steps (half as many environments): 4 epochs x 4 "
+    "minibatches of whole sequences, Adam, gradients clipped at 0.25, GRU of 128 between or after two layers of 128"
+)
+AS_SMAX = f"--env-id smax/3m --num-envs 64 {AS_JAXMARL} --max-grad-norm 0.25 --cell gru --activation relu"
+AS_SMAX += " --actor-hidden-dim 128 --critic-hidden-dim 128"
+IN_SMAX = "NUM_ENVS=64 MAP_NAME=3m TOTAL_TIMESTEPS=8192"
+
+PAIRS = [
+    Pair(
+        script="ppo",
+        beside="CleanRL ppo.py",
+        goal=3.2,
+        ours=ours("ppo"),
+        steps=122_880,
+        peer=peer("cleanrl", "ppo"),
+        peer_steps=40_960,
+        settings="CartPole-v1, the defaults of both: 4 environments x 128 steps, 4 epochs x 4 minibatches, Adam 2.5e-4 "
+        "that falls to 0, two networks 64-64 with tanh",
+        peer_differs="SAME_STEP autoreset and `final_info` of the present Gymnasium",
+    ),
+    *with_and_without_compile(
+        Pair(
+            script="ippo",
+            beside="CleanMARL ippo_multienvs.py",
+            goal=30,
+            ours=ours("ippo", f"{AS_CLEANMARL} --critic-hidden-dim 32"),
+            steps=60_000,
+            peer=peer("cleanmarl", "ippo_multienvs", NOT_EVALUATED),
+            peer_steps=3_000,
+            settings=f"{ON_POLICY}; actor 32-32, critic 32-32",
+            peer_differs=f"{OWN_SIMULATOR}, in 3 processes",
+        ),
+        goal=30,
+    ),
+    *with_and_without_compile(
+        Pair(
+            script="mappo",
+            beside="CleanMARL mappo_multienvs.py",
+            goal=22,
+            ours=ours("mappo", f"{AS_CLEANMARL} --critic-hidden-dim 64"),
+            steps=60_000,
+            peer=peer("cleanmarl", "mappo_multienvs", NOT_EVALUATED),
+            peer_steps=3_000,
+            settings=f"{ON_POLICY}; actor 32-32, critic 64-64",
+            ours_differs="the critic sees the own observation beside the state, so it has a value for each agent",
+            peer_differs=f"{OWN_SIMULATOR}, in 3 processes; one value for all agents, from the state",
+        ),
+        goal=30,
+    ),
+    Pair(
+        script="ippo",
+        beside="skrl IPPO",
+        goal=5,
+        ours=ours(
+            "ippo",
+            "--num-envs 1 --num-steps 16 --update-epochs 8 --num-minibatches 2 --no-share-parameters --gamma 0.99 "
+            "--learning-rate 1e-3 --critic-learning-rate 1e-3 --ent-coef 0 --max-grad-norm 0.5 --no-normalize-value "
+            "--huber-delta 0 --no-time-limit-bootstrap",
+        ),
+        steps=6_400,
+        peer="bash benchmark/peers/skrl.sh {peers} {tmp} {steps} {seed}",
+        peer_steps=1_600,
+        settings="simple_spread, skrl's defaults: rollouts of 16 steps of 1 environment, 8 epochs x 2 minibatches, 16 "
+        "gradient steps of each of 3 agents, with networks of their own, 64-64 with tanh; Adam 1e-3, clip 0.2, "
+        "gradients clipped at 0.5, advantages normalised, a time limit is an end",
+        ours_differs="actor and critic are clipped apart",
+        peer_differs=f"{OWN_SIMULATOR}; an agent's two gradients are clipped together",
+    ),
+    Pair(
+        script="maddpg",
+        beside="CleanMARL maddpg.py",
+        goal=8,
+        ours=ours("maddpg", f"{MADDPG} --normalize-reward"),
+        steps=16_000,
+        peer=peer("cleanmarl", "maddpg", NOT_EVALUATED),
+        peer_steps=4_000,
+        settings=f"{OFF_POLICY}1 environment, an update and a target update after each episode, batches of 10 "
+        "episodes, Adam 3e-4, rewards normalised, actor 32-32, critic 128-128",
+        ours_differs=f"{ONE_VALUE}; rewards are normalised by the statistics of the buffer",
+        peer_differs=f"{OWN_SIMULATOR}; by those of the batch",
+    ),
+    Pair(
+        script="maddpg_multienvs",
+        beside="CleanMARL maddpg_multienvs.py",
+        goal=15,
+        ours=ours("maddpg_multienvs", f"{MADDPG} --target-network-update-freq 4"),
+        steps=24_000,
+        peer=peer("cleanmarl", "maddpg_multienvs", NOT_EVALUATED),
+        peer_steps=4_000,
+        settings=f"{OFF_POLICY}4 environments, 4 updates and a target update after every 4 episodes, batches of 10 "
+        "episodes, Adam 3e-4, actor 32-32, critic 128-128",
+        ours_differs=ONE_VALUE,
+        peer_differs=f"{OWN_SIMULATOR}, in 4 processes",
+    ),
+    Pair(
+        script="maddpg_lstm",
+        beside="CleanMARL maddpg_lstm.py",
+        goal=10,
+        ours=ours("maddpg_lstm", MADDPG),
+        steps=12_000,
+        peer=peer("cleanmarl", "maddpg_lstm", NOT_EVALUATED),
+        peer_steps=3_000,
+        settings=f"{OFF_POLICY}1 environment, an update and a target update after each episode, batches of 10 "
+        "episodes, gradients go back 10 steps, Adam 6e-4, actor 32 and a recurrent layer of 32, critic 128-128",
+        ours_differs=f"an LSTM (4 gates for a GRU's 3); {ONE_VALUE}",
+        peer_differs=f"a GRU; {OWN_SIMULATOR}; a step of the actor's optimizer every 10 steps of the episodes, 3 an "
+        "update",
+    ),
+    Pair(
+        script="maddpg_lstm_multienvs",
+        beside="CleanMARL maddpg_lstm_multienvs.py",
+        goal=10,
+        ours=ours("maddpg_lstm_multienvs", f"{MADDPG} --target-network-update-freq 4"),
+        steps=12_000,
+        # It updates its targets only where the number of rounds is no multiple of this, never with the default of 1.
+        peer=peer("cleanmarl", "maddpg_lstm_multienvs", f"{NOT_EVALUATED} --target_network_update_freq 1000000"),
+        peer_steps=3_000,
+        settings=f"{OFF_POLICY}4 environments, 4 updates and a target update after every 4 episodes, batches of 10 "
+        "episodes, gradients go back 10 steps, Adam 3e-4, actor 32 and a recurrent layer of 32, critic 128-128",
+        ours_differs=f"an LSTM (4 gates for a GRU's 3); {ONE_VALUE}",
+        peer_differs=f"a GRU; {OWN_SIMULATOR}, in 4 processes; a step of the actor's optimizer every 10 steps of the "
+        "episodes, 3 an update",
+    ),
+    Pair(
+        script="vdn",
+        beside="CleanMARL vdn.py",
+        goal=5,
+        ours=ours(
+            "vdn",
+            f"{QUIET} --num-envs 1 --epochs 5 --batch-size 2 --no-double-q --polyak 0.005 --clip-gradients 5 "
+            "--epsilon-timesteps 1000",
+        ),
+        steps=16_000,
+        peer=peer("cleanmarl", "vdn", f"{NOT_EVALUATED} --batch_size 50 --learning_starts 50"),
+        peer_steps=8_000,
+        settings=f"{OFF_POLICY}1 environment, 5 updates and target updates for each episode of 25 steps, Adam 5e-4, "
+        "gradients clipped at 5, one network 64-64 for all agents; but batches of 50 steps, not 32",
+        ours_differs="batches are 2 episodes, 5 after each",
+        peer_differs=f"{OWN_SIMULATOR}; batches are single steps, one after every 5; one draw for exploration for all "
+        "agents; updates from step 51 on, not from 5001",
+    ),
+    Pair(
+        script="qmix",
+        beside="CleanMARL qmix.py",
+        goal=8,
+        ours=ours(
+            "qmix",
+            f"{QUIET} --num-envs 1 --epochs 1 --batch-size 10 --no-double-q --td-lambda 0 --gamma 0.99 --polyak 0.01 "
+            "--learning-rate 5e-4 --clip-gradients 0 --mixing-dim 64 --epsilon-timesteps 1000",
+        ),
+        steps=24_000,
+        peer=peer("cleanmarl", "qmix", NOT_EVALUATED),
+        peer_steps=4_000,
+        settings=f"{OFF_POLICY}1 environment, an update and a target update after each episode, batches of 10 "
+        "episodes, Adam 5e-4, gradients not clipped, one network 64-64 for all agents, mixing network of 64 units",
+        ours_differs="the mixing network's weights come from hypernetworks with a hidden layer of 64",
+        peer_differs=f"{OWN_SIMULATOR}; from hypernetworks without one; one draw for exploration for all agents",
+    ),
+    *with_and_without_compile(
+        Pair(
+            script="ippo",
+            beside="JaxMARL ippo_ff_mpe.py",
+            goal=0.8,
+            ours=ours(
+                "ippo",
+                f"--num-envs 16 {AS_JAXMARL} --learning-rate 2.5e-4 --critic-learning-rate 2.5e-4 --max-grad-norm 0.5",
+            ),
+            steps=327_680,
+            peer="bash benchmark/peers/jaxmarl.sh {peers} IPPO/ippo_ff_mpe {steps} {seed} TOTAL_TIMESTEPS=40960",
+            peer_steps=491_520,
+            settings="simple_spread, JaxMARL's settings: 16 environments x 128 steps, 4 epochs x 4 minibatches, two "
+            "networks 64-64 with tanh, shared by the agents, Adam 2.5e-4 that falls to 0, clip 0.2, entropy 0.01, "
+            "gradients clipped at 0.5, a time limit is an end",
+            ours_differs="ids beside the observations; actor and critic are clipped apart; advantages are normalised "
+            "by rollout",
+            peer_differs=f"{IN_XLA}; no ids; both are clipped together; advantages are normalised by minibatch",
+        ),
+        goal=1,
+    ),
+    Pair(
+        script="ippo_lstm",
+        beside="JaxMARL ippo_rnn_smax.py",
+        goal=1,
+        ours=ours(
+            "ippo_lstm",
+            f"{AS_SMAX} --learning-rate 0.004 --critic-learning-rate 0.004 --clip-coef 0.05 --value-clip-coef 0.05",
+        ),
+        steps=32_768,
+        peer=f"bash benchmark/peers/jaxmarl.sh {{peers}} IPPO/ippo_rnn_smax {{steps}} {{seed}} {IN_SMAX}",
+        peer_steps=32_768,
+        settings=f"{SMAX}; Adam 0.004 that falls to 0, clip 0.05, entropy 0.01",
+        ours_differs="actor and critic have GRUs of their own, after the two layers; ids beside the observations; "
+        "advantages are normalised by rollout",
+        peer_differs=f"{IN_XLA}; actor and critic have one GRU together, between the layers; advantages are normalised "
+        "by minibatch",
+    ),
+    Pair(
+        script="mappo_lstm",
+        beside="JaxMARL mappo_rnn_smax.py",
+        goal=1,
+        ours=ours("mappo_lstm", f"{AS_SMAX} --learning-rate 0.002 --critic-learning-rate 0.002 --ent-coef 0"),
+        steps=32_768,
+        peer=f"bash benchmark/peers/jaxmarl.sh {{peers}} MAPPO/mappo_rnn_smax {{steps}} {{seed}} {IN_SMAX}",
+        peer_steps=32_768,
+        settings=f"{SMAX}; Adam 0.002 that falls to 0, clip 0.2, no entropy bonus",
+        ours_differs="GRUs come after the two layers; ids beside the observations, which the critic sees beside the "
+        "state; advantages are normalised by rollout",
+        peer_differs=f"{IN_XLA}; GRUs come between the layers; the critic sees the state and an id; advantages are "
+        "normalised by minibatch",
+    ),
+]
