@@ -90,7 +90,7 @@ PAIRS = [
             beside="CleanMARL ippo_multienvs.py",
             goal=30,
             ours=ours("ippo", f"{AS_CLEANMARL} --critic-hidden-dim 32"),
-            steps=60_000,
+            steps=90_000,
             peer=peer("cleanmarl", "ippo_multienvs", NOT_EVALUATED),
             peer_steps=3_000,
             settings=f"{ON_POLICY}; actor 32-32, critic 32-32",
@@ -123,9 +123,9 @@ PAIRS = [
             "--learning-rate 1e-3 --critic-learning-rate 1e-3 --ent-coef 0 --max-grad-norm 0.5 --no-normalize-value "
             "--huber-delta 0 --no-time-limit-bootstrap",
         ),
-        steps=6_400,
+        steps=4_800,
         peer="bash benchmark/peers/skrl.sh {peers} {tmp} {steps} {seed}",
-        peer_steps=1_600,
+        peer_steps=1_024,
         settings="simple_spread, skrl's defaults: rollouts of 16 steps of 1 environment, 8 epochs x 2 minibatches, 16 "
         "gradient steps of each of 3 agents, with networks of their own, 64-64 with tanh; Adam 1e-3, clip 0.2, "
         "gradients clipped at 0.5, advantages normalised, a time limit is an end",
@@ -137,7 +137,7 @@ PAIRS = [
         beside="CleanMARL maddpg.py",
         goal=8,
         ours=ours("maddpg", f"{MADDPG} --normalize-reward"),
-        steps=16_000,
+        steps=24_000,
         peer=peer("cleanmarl", "maddpg", NOT_EVALUATED),
         peer_steps=4_000,
         settings=f"{OFF_POLICY}1 environment, an update and a target update after each episode, batches of 10 "
@@ -150,9 +150,9 @@ PAIRS = [
         beside="CleanMARL maddpg_multienvs.py",
         goal=15,
         ours=ours("maddpg_multienvs", f"{MADDPG} --target-network-update-freq 4"),
-        steps=24_000,
+        steps=36_000,
         peer=peer("cleanmarl", "maddpg_multienvs", NOT_EVALUATED),
-        peer_steps=4_000,
+        peer_steps=3_600,
         settings=f"{OFF_POLICY}4 environments, 4 updates and a target update after every 4 episodes, batches of 10 "
         "episodes, Adam 3e-4, actor 32-32, critic 128-128",
         ours_differs=ONE_VALUE,
@@ -163,7 +163,7 @@ PAIRS = [
         beside="CleanMARL maddpg_lstm.py",
         goal=10,
         ours=ours("maddpg_lstm", MADDPG),
-        steps=12_000,
+        steps=20_000,
         peer=peer("cleanmarl", "maddpg_lstm", NOT_EVALUATED),
         peer_steps=3_000,
         settings=f"{OFF_POLICY}1 environment, an update and a target update after each episode, batches of 10 "
@@ -177,7 +177,7 @@ PAIRS = [
         beside="CleanMARL maddpg_lstm_multienvs.py",
         goal=10,
         ours=ours("maddpg_lstm_multienvs", f"{MADDPG} --target-network-update-freq 4"),
-        steps=12_000,
+        steps=20_000,
         # It updates its targets only where the number of rounds is no multiple of this, never with the default of 1.
         peer=peer("cleanmarl", "maddpg_lstm_multienvs", f"{NOT_EVALUATED} --target_network_update_freq 1000000"),
         peer_steps=3_000,
@@ -214,9 +214,9 @@ PAIRS = [
             f"{QUIET} --num-envs 1 --epochs 1 --batch-size 10 --no-double-q --td-lambda 0 --gamma 0.99 --polyak 0.01 "
             "--learning-rate 5e-4 --clip-gradients 0 --mixing-dim 64 --epsilon-timesteps 1000",
         ),
-        steps=24_000,
+        steps=40_000,
         peer=peer("cleanmarl", "qmix", NOT_EVALUATED),
-        peer_steps=4_000,
+        peer_steps=5_000,
         settings=f"{OFF_POLICY}1 environment, an update and a target update after each episode, batches of 10 "
         "episodes, Adam 5e-4, gradients not clipped, one network 64-64 for all agents, mixing network of 64 units",
         ours_differs="the mixing network's weights come from hypernetworks with a hidden layer of 64",
@@ -231,9 +231,9 @@ PAIRS = [
                 "ippo",
                 f"--num-envs 16 {AS_JAXMARL} --learning-rate 2.5e-4 --critic-learning-rate 2.5e-4 --max-grad-norm 0.5",
             ),
-            steps=327_680,
+            steps=262_144,
             peer="bash benchmark/peers/jaxmarl.sh {peers} IPPO/ippo_ff_mpe {steps} {seed} TOTAL_TIMESTEPS=40960",
-            peer_steps=491_520,
+            peer_steps=327_680,
             settings="simple_spread, JaxMARL's settings: 16 environments x 128 steps, 4 epochs x 4 minibatches, two "
             "networks 64-64 with tanh, shared by the agents, Adam 2.5e-4 that falls to 0, clip 0.2, entropy 0.01, "
             "gradients clipped at 0.5, a time limit is an end",
@@ -257,8 +257,8 @@ PAIRS = [
         settings=f"{SMAX}; Adam 0.004 that falls to 0, clip 0.05, entropy 0.01",
         ours_differs="actor and critic have GRUs of their own, after the two layers; ids beside the observations; "
         "advantages are normalised by rollout",
-        peer_differs=f"{IN_XLA}; actor and critic have one GRU together, between the layers; advantages are normalised "
-        "by minibatch",
+        peer_differs=f"{IN_XLA}; actor and critic have one GRU together, between the layers; no ids; advantages are "
+        "normalised by minibatch",
     ),
     Pair(
         script="mappo_lstm",

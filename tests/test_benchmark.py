@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -304,6 +305,8 @@ def test_commands_of_the_pairs_are_ones_that_their_scripts_take(pair, tmp_path):
     assert script.parent == Path("benchmark/peers") and (BENCHMARK.parent / script).exists()
     rollout = getattr(args, "num_envs", 1) * getattr(args, "num_steps", 25)
     assert pair.steps / 4 >= rollout  # the shorter run learns at least once
+    at_a_time = int(re.search(r"TOTAL_TIMESTEPS=(\d+)|$", pair.peer)[1] or 1)
+    assert pair.peer_steps / 4 % at_a_time == 0  # JaxMARL's program is run a whole number of times
     assert not any("|" in text for text in (pair.settings, pair.ours_differs, pair.peer_differs))
 
 
