@@ -1,7 +1,8 @@
 """Measure a script's speed beside a peer's: environment steps per second, training included, in alternating runs.
 
-    python benchmark/speed.py --steps 163840 --peer-steps 40960 --peer "bash cleanrl_ppo.sh {steps} {seed}" --ours \\
-        "python cleanmarl/ppo.py --total-timesteps {steps} --seed {seed} --runs-dir {tmp} --eval-episodes 0"
+    python benchmark/speed.py --steps 163840 --peer-steps 40960 \\
+        --ours "python cleanmarl/ppo.py --total-timesteps {steps} --seed {seed} --runs-dir {tmp} --eval-episodes 0" \\
+        --peer "bash benchmark/peers/cleanrl.sh FOLDER {tmp} ppo {steps} {seed}"
 
     python benchmark/speed.py --table --peers FOLDER [--only mappo]
 
