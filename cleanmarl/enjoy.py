@@ -27,7 +27,7 @@ from cleanmarl.envs import EnvError, WorkerError
 from cleanmarl.evaluate import FilmError, Window, evaluate, pictures_per_second, save_video
 from cleanmarl.run import load_checkpoint, load_states
 
-import cloudpickle  # which gymnasium brings
+import cloudpickle
 import numpy as np
 import torch
 import tyro

@@ -9,17 +9,13 @@ from docutils import nodes
 
 sys.path.insert(0, str(Path(__file__).parent))
 import generate
-
-try:
-    from latex2mathml.converter import convert
-except ImportError:  # then a reader's browser loads MathJax, and without a network shows the LaTeX
-    convert = None
+from latex2mathml.converter import convert
 
 generate.main()
 
 project = "cleanmarl"
 author = "The cleanmarl authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "_generated/*.md", "results"]  # the last two are included by other pages
@@ -32,13 +28,14 @@ html_extra_path = ["results/report.html"]  # the interactive page, at the root o
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
 html_theme_options = {"navigation_with_keys": True}
-html_math_renderer = "mathml" if convert else "mathjax"
+html_math_renderer = "mathml"  # below: equations that need no network
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 
 
 def as_mathml(latex: str, display: str) -> str:
     """An equation that browsers draw by themselves. Lines that are aligned at & stand in an environment for that."""
+    latex = latex.replace("\\langle", "⟨").replace("\\rangle", "⟩")  # which the converter does not know after \bigl
     aligned = display == "block" and ("\\\\" in latex or "&" in latex) and "\\begin{" not in latex
     return convert(f"\\begin{{align*}}{latex}\\end{{align*}}" if aligned else latex, display=display)
 
@@ -49,7 +46,7 @@ def visit_math(translator, node) -> None:
 
 
 def visit_math_block(translator, node) -> None:
-    translator.body.append(f"<div>{as_mathml(node.astext(), 'block')}</div>")
+    translator.body.append(f'<div class="equation">{as_mathml(node.astext(), "block")}</div>')
     raise nodes.SkipNode
 
 
@@ -69,5 +66,4 @@ def plain_docstring(app, what, name, obj, options, lines: list[str]) -> None:
 
 def setup(app) -> None:
     app.connect("autodoc-process-docstring", plain_docstring)
-    if convert is not None:
-        app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))

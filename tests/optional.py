@@ -13,7 +13,7 @@ import pytest
 GROUPS = {  # of pyproject.toml: the modules that tests import
     "atari": ["ale_py", "cv2"],
     "box2d": ["Box2D"],
-    "docs": ["sphinx", "myst_parser", "furo", "pygments"],
+    "docs": ["sphinx", "myst_parser", "furo", "pygments", "latex2mathml"],
     "eval": ["pandas", "matplotlib", "scipy"],
     "tune": ["optuna"],
     "export": ["onnxruntime", "onnxscript"],

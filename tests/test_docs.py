@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("sphinx")
 pytest.importorskip("myst_parser")
 pytest.importorskip("furo")
+pytest.importorskip("latex2mathml")
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -124,6 +125,19 @@ def test_every_link_of_the_site_leads_somewhere(site):
             assert not anchor or has_anchor(goal, anchor), f"{page.relative_to(site)} links to {target}"
             lines += "/source/" in target
     assert lines > 20
+
+
+def test_pages_need_no_network(site):
+    """Nothing is loaded from elsewhere, and no equation is left as LaTeX."""
+    equations = 0
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=[\"']?(\w+://[^\"' >]*)", text)
+        assert not loaded, f"{page.relative_to(site)} loads {loaded}"
+        for equation in re.findall(r"<math.*?</math>", text, flags=re.DOTALL):
+            assert "\\" not in equation, f"{page.relative_to(site)}: {equation}"
+            equations += 1
+    assert equations > 500
 
 
 def test_links_to_tags_lead_to_the_tagged_lines():

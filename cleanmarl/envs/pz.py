@@ -50,7 +50,7 @@ from cleanmarl.envs import (
 from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
 from cleanmarl.machine import WORKER_BYTES, too_large
 
-import cloudpickle  # which gymnasium brings
+import cloudpickle
 import numpy as np
 from gymnasium import spaces
 from pettingzoo.utils.conversions import aec_to_parallel
