@@ -33,10 +33,11 @@ test-all:  ## the same with Ray and SMAX installed
 	@$(PYTHON) bootstrap.py $(TEST_GROUPS) ray smax smaclite
 	@$(PYTEST) $(TESTS)
 
-lint:  ## check style, as CI does
+lint:  ## check style and types, as CI does
 	@$(PYTHON) bootstrap.py dev
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
 
 format:  ## apply the style
 	@$(PYTHON) bootstrap.py dev

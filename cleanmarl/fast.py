@@ -16,7 +16,7 @@ import torch
 Bf16 = Literal["off", "on", "auto"]
 
 # The same random numbers as without; in this process, so that nothing is left behind when a run is stopped.
-OPTIONS = {"fallback_random": True, "compile_threads": 1}
+OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
 
 
 class CompileError(Exception):

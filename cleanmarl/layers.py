@@ -55,14 +55,16 @@ class AgentIds(nn.Module):
     Of a tuple of parts the ids follow the last one.
     """
 
+    ids: torch.Tensor
+
     def __init__(self, num_agents: int):
         super().__init__()
         self.register_buffer("ids", torch.eye(num_agents), persistent=False)
 
     def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if isinstance(x, tuple):
-            return *x[:-1], self.forward(x[-1])
-        return torch.cat([x, self.ids.expand(*x.shape[:-1], -1)], dim=-1)
+        *parts, last = x if isinstance(x, tuple) else (x,)
+        last = torch.cat([last, self.ids.expand(*last.shape[:-1], -1)], dim=-1)
+        return (*parts, last) if isinstance(x, tuple) else last
 
 
 class RunningMeanStd(nn.Module):
@@ -70,6 +72,10 @@ class RunningMeanStd(nn.Module):
 
     Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
+
+    mean: torch.Tensor
+    var: torch.Tensor
+    count: torch.Tensor
 
     def __init__(self, num_networks: int, size: int):
         super().__init__()
@@ -151,9 +157,9 @@ class StackedCell(nn.Module):
             remembered = torch.baddbmm(self.bias_hh, self.output(state), self.weight_hh)
             states.append(self.step(gates_now, remembered, state, *TORCH))
             state = states[-1] if kept is None else states[-1] * kept
-        states = torch.stack(states, 1).flatten(1, 2)  # (M, T * B, S)
-        states = states[0].unflatten(0, (-1, A)) if self.num_networks == 1 else states.swapaxes(0, 1)
-        return self.output(states), states[-N:] if last else states
+        after = torch.stack(states, 1).flatten(1, 2)  # (M, T * B, S)
+        after = after[0].unflatten(0, (-1, A)) if self.num_networks == 1 else after.swapaxes(0, 1)
+        return self.output(after), after[-N:] if last else after
 
 
 class StackedGRU(StackedCell):
@@ -195,8 +201,8 @@ class StackedLSTM(StackedCell):
             self.bias_hh[0, 0],
         )
         h_and_c = tuple(part.contiguous() for part in rows.chunk(2, -1))
-        out, *h_and_c = torch.lstm(x, h_and_c, weights, True, 1, 0.0, True, False, False)  # True: cuDNN learns only so
-        return out.reshape(-1, state.shape[1], self.size_hidden), torch.cat(h_and_c, -1).view_as(state)
+        out, *after = torch.lstm(x, h_and_c, weights, True, 1, 0.0, True, False, False)  # True: cuDNN learns only so
+        return out.reshape(-1, state.shape[1], self.size_hidden), torch.cat(after, -1).view_as(state)
 
 
 TORCH = torch.sigmoid, torch.tanh, torch.chunk, torch.cat
@@ -220,7 +226,7 @@ class Recurrent(nn.Sequential):
     def memory_size(self) -> int:
         return sum(cell.memory_size for cell in self.cells)
 
-    def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...], memory, forget=None, last: bool = False):
+    def forward(self, x, memory: torch.Tensor, forget: torch.Tensor | None = None, last: bool = False):  # type: ignore[override]
         """Run the T steps in rows x (T * N, A, D) from `memory`, which is 0 again after the steps in forget (T * N, A).
 
         Returns outputs (T * N, A, K) and memories (T * N, A, S), each as it is after its step: one that goes on from
@@ -248,19 +254,20 @@ def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tenso
     own = nn.ParameterList(agent.parameters(recurse=False))
     for name, child in [*agent.named_children(), ("", own)]:
         stacked = [m for m in child.modules() if getattr(m, "num_networks", 1) > 1]
-        by_network = {p: m.num_networks for m in stacked for p in m.parameters(recurse=False) if p.grad is not None}
-        shared = [p for p in child.parameters() if p.grad is not None and p not in by_network]
+        of_stacks = dict.fromkeys(p for m in stacked for p in m.parameters(recurse=False))
+        by_network = [p.grad for p in of_stacks if p.grad is not None]
+        shared = [p for p in child.parameters() if p.grad is not None and p not in of_stacks]
         groups = []
         if shared and max_norm == math.inf:
-            groups.append(torch.cat([p.grad.flatten() for p in shared]).norm()[None])
+            groups.append(torch.cat([p.grad.flatten() for p in shared if p.grad is not None]).norm()[None])
         elif shared:
             groups.append(torch.nn.utils.clip_grad_norm_(shared, max_norm)[None])
         if by_network:
-            squares = [p.grad.flatten(1).square().sum(1) for p in by_network]  # (M,) each
+            squares = [gradient.flatten(1).square().sum(1) for gradient in by_network]  # (M,) each
             norm = torch.stack(squares).sum(0).sqrt()
             scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-            for p in by_network if max_norm < math.inf else ():
-                p.grad *= scale.view(-1, *[1] * (p.ndim - 1))
+            for gradient in by_network if max_norm < math.inf else ():
+                gradient *= scale.view(-1, *[1] * (gradient.ndim - 1))
             groups.append(norm)
         if groups:
             norms[name] = torch.cat(groups).mean()
@@ -290,7 +297,7 @@ class Networks:
         return len(self.views)
 
     def __getitem__(self, m: int) -> list[torch.Tensor]:
-        return self.views[m] if m > 0 else self.views[m] + self.shared
+        return self.views[m] if m > 0 else [*self.views[m], *self.shared]
 
     def take_gradients(self, active: Collection[int]) -> None:
         """Give the networks in `active` the gradients of the module, and the others none: they are left alone."""
@@ -315,11 +322,11 @@ def as_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
     if layers is None:
         device = next((p.device for p in network.parameters()), None)
 
-        def forward(x: np.ndarray) -> np.ndarray:
+        def through_torch(x: np.ndarray) -> np.ndarray:
             with torch.no_grad():
                 return network(torch.as_tensor(x, device=device)).cpu().numpy()
 
-        return forward
+        return through_torch
 
     def forward(x: np.ndarray) -> np.ndarray:
         for layer in layers:
@@ -329,13 +336,18 @@ def as_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
     return forward
 
 
-def numpy_layers(network: nn.Module) -> list[Callable[[np.ndarray], np.ndarray]] | None:
+def numpy_layers(network: nn.Module) -> list[Callable] | None:
     """The layers of a network as NumPy functions, None if one of them is of an unknown kind."""
     if is_watched(network):
         return None
     if type(network) is nn.Sequential:
-        inner = [numpy_layers(layer) for layer in network]
-        return None if None in inner else [layer for layers in inner for layer in layers]
+        functions = []
+        for layer in network:
+            of_layer = numpy_layers(layer)
+            if of_layer is None:
+                return None
+            functions += of_layer
+        return functions
     make = NUMPY_LAYERS.get(type(network))
     return make and [make(network)]
 
@@ -382,19 +394,19 @@ def numpy_recurrent(network: Recurrent):
     if type(network) is not Recurrent or is_watched(network) or any(functions is None for _, functions in layers):
         device = next((p.device for p in network.parameters()), None)
 
-        def forward(x: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def through_torch(x: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             with torch.no_grad():
-                after = network(*(torch.as_tensor(array, device=device) for array in (x, memory)))
-                return tuple(tensor.cpu().numpy() for tensor in after)
+                out, after = network(*(torch.as_tensor(array, device=device) for array in (x, memory)))
+                return out.cpu().numpy(), after.cpu().numpy()
 
-        return forward
+        return through_torch
 
     ends = np.cumsum([cell.memory_size for cell in network.cells])[:-1]
 
     def forward(x: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         states, memories = iter(np.split(memory, ends, -1)), []
         for remembers, functions in layers:
-            for function in functions:
+            for function in functions or ():
                 if remembers:
                     x, after = function(x, next(states))
                     memories.append(after)

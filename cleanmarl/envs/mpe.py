@@ -54,12 +54,15 @@ et al. 2017 (https://arxiv.org/abs/1706.02275) and https://mpe2.farama.org, whic
 import copy
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_memory, draw, env_seeds, unknown_name
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 
 DT = 0.1  # seconds per step
 DAMPING = 0.25  # share of the velocity lost per step
@@ -79,7 +82,7 @@ class Body:
 
     name: str
     size: float = 0.05  # radius
-    color: tuple[float, float, float] = GRAY  # for render
+    color: Sequence[float] = GRAY  # for render
     collide: bool = False
     movable: bool = False
     speaks: bool = False
@@ -118,7 +121,7 @@ class ParticleEnv(MultiAgentVectorEnv):
         agents: list[Body],
         landmarks: list[Body],
         num_words: int = 0,  # size of what a speaker says
-        goal_codes: np.ndarray | None = None,  # (landmarks, C): how a goal looks to the agents that see which it is
+        goal_codes: npt.ArrayLike | None = None,  # (landmarks, C): how a goal looks to the agents that see which it is
         num_extra: int = 0,  # features that the scenario adds
         *,
         max_cycles: int = 25,
@@ -326,7 +329,8 @@ class ParticleEnv(MultiAgentVectorEnv):
         return obs, reward, termination, truncation, self._info(state) | end
 
     def snapshot(self) -> dict:
-        """Positions, velocities, words and goals, the random numbers to come, the episodes' returns and lengths."""
+        """Positions, velocities, words and goals, random numbers to come, returns and lengths; not before `reset`."""
+        assert self.stats is not None
         rngs = [rng.bit_generator.state for rng in self.rngs]
         return {"features": self.features, "goals": self.goals, "rngs": rngs, "episodes": self.stats.snapshot()}
 
@@ -442,7 +446,7 @@ class ParticleEnv(MultiAgentVectorEnv):
         who = f"environment {env}, agent {agent} ({self.agents[agent]})"
         raise EnvError(f"mpe/{self.name}: {who}: action {got} is not {need}")
 
-    def render(self, size: int = 350) -> np.ndarray:
+    def render(self, size: int = 350) -> Any:
         """Environment 0 as a picture (size, size, 3) uint8: landmarks, agents, rings around goals, boxes for words.
 
         An agent has its number on it, and its name at the bottom, in its colour: agents alike have shades of one.
@@ -453,7 +457,7 @@ class ParticleEnv(MultiAgentVectorEnv):
         pixels = size / (2 * half_width)  # of one unit
         column, row = ((self.pos[0] * [1, -1] + half_width) * pixels).T  # y points up
         frame, A = draw.canvas(size, size), self.num_agents
-        colors = draw.shades([body.color for body in self.bodies[:A]])
+        colors: list = draw.shades([body.color for body in self.bodies[:A]])
         colors += [0.5 + 0.5 * np.array(body.color) for body in self.bodies[A:]]
         for i in [*self.landmark_ids, *range(A)]:  # agents on top
             radius = self.bodies[i].size * pixels

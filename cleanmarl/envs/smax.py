@@ -37,6 +37,7 @@ import platform
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_actions, env_seeds, unknown_name
 
@@ -59,12 +60,13 @@ def cache_folder() -> Path:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # its arrays are small, and a GPU is for the networks
 try:
     with contextlib.redirect_stdout(io.StringIO()):  # it prints which other environments it finds
-        sys.modules["jaxmarl.environments.mabrax"] = None  # not for us, and its import would put sys.stdout back
+        # Not for us, and its import would put sys.stdout back.
+        sys.modules["jaxmarl.environments.mabrax"] = None  # type: ignore[assignment]
         import jax
         import jax.numpy as jnp
         from jaxmarl.environments.smax import HeuristicEnemySMAX
         from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     MISSING = None
@@ -197,7 +199,7 @@ class SmaxVectorEnv(MultiAgentVectorEnv):
             self.statistics.end(done, info, battle_won=allies & ~enemies)
         return obs, reward, termination, done & ~termination, info
 
-    def render(self, size: int = 400) -> np.ndarray:
+    def render(self, size: int = 400) -> Any:
         """Environment 0 as a picture (size, size, 3) uint8: allies blue, enemies red, the weaker the paler."""
         if self.render_mode is None or self.batch is None:
             raise EnvError(f"{self.env_id}: to render, make it with render_mode='rgb_array' and reset it")
