@@ -364,10 +364,16 @@ def results() -> dict[str, tuple[str, str]]:
     return {name: (caption.strip(), table) for name, (caption, table) in pages.items()}
 
 
+def place_of_result(result: tuple[str, tuple[str, str]]) -> tuple[bool, bool]:
+    """For the order on a page: learning curves first, those of the longest budget before the others."""
+    name, (_, table) = result
+    return not table.startswith("| environment |"), not name.endswith("_long")
+
+
 def results_of(script: str, pages: list[str]) -> str:
     """The figures and tables of a page: those in docs/results whose names begin with its name and no longer one."""
     parts = []
-    for name, (caption, table) in results().items():
+    for name, (caption, table) in sorted(results().items(), key=place_of_result):
         owners = [page for page in pages if name.startswith(f"{page}_")]
         if max(owners, key=len, default=None) == script:
             parts.append(f"```{{figure}} /results/{name}.svg\n:alt: {name}\n:name: {name}\n\n{caption}\n```\n\n{table}")
@@ -411,10 +417,11 @@ def scripts_table() -> str:
         rows, pages = [f"### {title}\n", "| script | algorithm |", "|---|---|"], []
         of_family = [path for path in scripts() if family_of(path.stem)[0] == title]
         for path in sorted(of_family, key=lambda path: (family_of(path.stem)[1], path.stem)):
-            name, first = path.stem, ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
+            name = path.stem
             has_page = (DOCS / "algorithms" / f"{name}.md").exists()
             pages += [f"{name}.py <algorithms/{name}>"] if has_page else []
-            rows.append(f"| {f'[{path.name}](/algorithms/{name}.md)' if has_page else f'`{path.name}`'} | {first} |")
+            script = f"[{path.name}](/algorithms/{name}.md)" if has_page else f"`{path.name}`"
+            rows.append(f"| {script} | {idea(path)} |")
         toctree = ["```{toctree}", f":caption: {title}", ":hidden:", "", *pages, "```"]
         parts.append("\n".join([*rows, "", *toctree]))
     return "\n\n".join(parts) + "\n"
@@ -441,6 +448,12 @@ def speed_tables() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def idea(path: Path) -> str:
+    """The first sentence of a script's docstring, the scripts in it linked to their pages."""
+    first = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0].removesuffix(":").removesuffix(".")
+    return re.sub(r"\b(\w+)\.py\b", r"[\1.py](/algorithms/\1.md)", first) + "."
+
+
 def environment_page(path: Path) -> str:
     """The docstring of a family's module, as it stands: what its environments show, take, pay and when they end."""
     return f"```text\n{ast.get_docstring(ast.parse(path.read_text()))}\n```\n"
@@ -454,6 +467,7 @@ def main() -> None:
     documented = [path.stem for path in sorted(DOCS.glob("algorithms/*.md"))]
     pages["benchmarks.md"] = benchmarks_tables(documented)
     pages["speed.md"] = speed_tables()
+    pages["results_speed.md"] = results_of("speed", ["speed"])
     for path in scripts():
         tags = script_tags(path)
         all_tags += tags
@@ -461,6 +475,7 @@ def main() -> None:
         pages[f"flags_{path.stem}.md"] = flags_table(path)
         pages[f"details_{path.stem}.md"] = f"## Details\n\n{details_table(ids, tags, tests, '../')}" if ids else ""
         pages[f"results_{path.stem}.md"] = results_of(path.stem, documented)
+        pages[f"idea_{path.stem}.md"] = idea(path) + "\n"
         pages[f"source/{path.stem}.md"] = source_page(path, [tag.line for tag in tags])
     variants = sorted((path for path in scripts() if len(lineage(path)) > 1), key=lineage)
     pages["diffs.md"] = diffs_table(variants)
