@@ -193,8 +193,8 @@ PAIRS = [
         goal=5,
         ours=ours(
             "vdn",
-            f"{QUIET} --num-envs 1 --epochs 5 --batch-size 2 --no-double-q --polyak 0.005 --clip-gradients 5 "
-            "--epsilon-timesteps 1000",
+            f"{QUIET} --num-envs 1 --epochs 5 --batch-size 2 --no-double-q --td-lambda 0 --gamma 0.99 --polyak 0.005 "
+            "--learning-rate 5e-4 --clip-gradients 5 --epsilon-timesteps 1000",
         ),
         steps=16_000,
         peer=peer("cleanmarl", "vdn", f"{NOT_EVALUATED} --batch_size 50 --learning_starts 50"),

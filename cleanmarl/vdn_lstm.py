@@ -55,7 +55,7 @@ class Args(RunArgs):
     """add a one-hot id to the observation: without it the agents' common network cannot tell them apart"""
     num_envs: PositiveInt = 4
     """N, environments stepped side by side"""
-    gamma: UnitFloat = 0.99
+    gamma: UnitFloat = 0.95
     """discount factor"""
     td_lambda: UnitFloat = 0.0
     """lambda of the targets, Peng's Q(lambda) along the episode; 0 for those of one step"""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from toys import Quiet, Toy, double, scalars
 
-SMALL = {"total_timesteps": 400, "batch_size": 4, "eval_episodes": 0, "num_eval_ep": 2, "log_every": 2}
+SMALL = {"total_timesteps": 400, "num_envs": 4, "batch_size": 4, "eval_episodes": 0, "num_eval_ep": 2, "log_every": 2}
 CPU = torch.device("cpu")
 
 
@@ -323,7 +323,7 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
 @pytest.mark.learning
 def test_is_better_than_random_play_in_seconds(tmp_path):
     flags = {"env_id": "mpe/simple_speaker_listener_v4", "total_timesteps": 10_000, "epsilon_timesteps": 5000}
-    args = vdn.Args(**flags, learning_rate=2e-3, batch_size=8, eval_episodes=0, runs_dir=str(tmp_path))
+    args = vdn.Args(**flags, num_envs=4, learning_rate=2e-3, batch_size=8, eval_episodes=0, runs_dir=str(tmp_path))
     folder = vdn.main(args)
     envs = vdn.make_envs(args, 32)
     agent = vdn.Agent(envs, args)
