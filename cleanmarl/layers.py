@@ -251,17 +251,20 @@ def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tenso
     What the networks of a stack share (an ordinary layer among stacked ones) is clipped like one more network.
     """
     norms = {}
-    own = nn.ParameterList(agent.parameters(recurse=False))
-    for name, child in [*agent.named_children(), ("", own)]:
-        stacked = [m for m in child.modules() if getattr(m, "num_networks", 1) > 1]
-        of_stacks = dict.fromkeys(p for m in stacked for p in m.parameters(recurse=False))
-        by_network = [p.grad for p in of_stacks if p.grad is not None]
-        shared = [p for p in child.parameters() if p.grad is not None and p not in of_stacks]
+    for name, modules in [*((name, child.modules()) for name, child in agent.named_children()), ("", [agent])]:
+        of_stacks: dict[nn.Parameter, torch.Tensor] = {}  # a parameter's gradient, once if modules share it
+        of_all: dict[nn.Parameter, torch.Tensor] = {}
+        for module in modules:
+            gradients = of_stacks if getattr(module, "num_networks", 1) > 1 else of_all
+            gradients.update((p, p.grad) for p in module.parameters(recurse=False) if p.grad is not None)
+        by_network, shared = list(of_stacks.values()), [g for p, g in of_all.items() if p not in of_stacks]
         groups = []
-        if shared and max_norm == math.inf:
-            groups.append(torch.cat([p.grad.flatten() for p in shared if p.grad is not None]).norm()[None])
-        elif shared:
-            groups.append(torch.nn.utils.clip_grad_norm_(shared, max_norm)[None])
+        if shared:
+            norm = torch.cat([gradient.flatten() for gradient in shared]).norm()
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+            for gradient in shared if max_norm < math.inf else ():
+                gradient *= scale
+            groups.append(norm[None])
         if by_network:
             squares = [gradient.flatten(1).square().sum(1) for gradient in by_network]  # (M,) each
             norm = torch.stack(squares).sum(0).sqrt()
