@@ -78,6 +78,41 @@ def mappo_agents(out: Path) -> None:
     write_page(out, caption, markdown(cells, 0))
 
 
+def time_to_score(out: Path) -> None:
+    """Return over CPU time beside peers, from what benchmark/time_to_score.py wrote."""
+    runs = pd.read_csv(out.parent / "data" / "time_to_score.csv", dtype={"steps": "Int64"})
+    curves = pd.read_csv(out.parent / "data" / "time_to_score_curves.csv")
+    tasks = runs.groupby("task", sort=False).score.first()
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2), layout="constrained", squeeze=False)
+    for axis, (task, score) in zip(axes[0], tasks.items()):
+        axis.axhline(score, color="#999999", linestyle="--", linewidth=1)
+        for i, (by, of_script) in enumerate(curves[curves.task == task].groupby("by", sort=False)):
+            for seed, curve in of_script.groupby("seed"):
+                label = by if seed == of_script.seed.min() else None
+                axis.plot(curve.cpu_seconds, curve["return"], color=f"C{i}", linewidth=1, label=label)
+        axis.set(xscale="log", xlabel="CPU-seconds since the start", ylabel="return", title=task)
+        axis.legend(frameon=False, fontsize=7)
+    save(figure, out)
+    cells = []
+    for (task, by), x in runs.groupby(["task", "by"], sort=False):
+        reached = x.dropna(subset="cpu_seconds")
+        times = f"{reached.cpu_seconds.median():,.0f}" if len(reached) else ""
+        if len(reached) > 1:
+            times += f" ({reached.cpu_seconds.min():,.0f}-{reached.cpu_seconds.max():,.0f})"
+        steps = f"{reached.steps.median():,.0f}" if len(reached) else ""
+        budget = f"{x.all_steps.max():,} steps, {x.all_cpu_seconds.median():,.0f} CPU-seconds"
+        cells.append([task, f"{x.score.iloc[0]:g}", by, times, steps, f"{len(reached)} of {len(x)}", budget])
+    head = ["task", "score", "script", "CPU-seconds until then", "steps", "runs that reached it", "budget"]
+    machines = "; ".join(runs.machine.str.replace(r", load [\d.]+", "", regex=True).unique())
+    caption = (
+        "Return of the last 100 episodes of training over the CPU time of the process, with imports and compilation, "
+        "one thread each, a line for each seed; dashed: the score of the table, which has the medians of the runs that "
+        f"reached it, and their range. Each script has the settings that its authors give. {machines}. Command: "
+        "`python benchmark/time_to_score.py --peers FOLDER`.\n"
+    )
+    write_page(out, caption, markdown(pd.DataFrame(cells, columns=head), 3))
+
+
 def read_all(folder: Path, *names: str, **options) -> pd.DataFrame:
     """The rows of those of the files that exist."""
     return pd.concat([pd.read_csv(folder / name, **options) for name in names if (folder / name).exists()])
@@ -88,10 +123,10 @@ def coppo_matrix(results: Path) -> None:
     curves = read_all(results / "data", "coppo_matrix.csv", "coppo_matrix_opponents.csv")
     plt.rcParams.update({"font.size": 8})
 
-    def draw(axis, panel: str, **axis_settings) -> None:
+    def draw(axis, panel: str, every: int = 1, **axis_settings) -> None:
         of_panel = curves[curves.panel == panel]
         for variant in of_panel.variant.unique():
-            x = of_panel[of_panel.variant == variant]
+            x = of_panel[of_panel.variant == variant][::every]
             color = axis.plot(x.x, x["mean"], label=variant)[0].get_color()
             axis.fill_between(x.x, x.low, x.high, alpha=0.2, linewidth=0, color=color)
         axis.set(**axis_settings)
@@ -115,7 +150,7 @@ def coppo_matrix(results: Path) -> None:
 
     figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained", sharex=True)
     for game, (row, column) in GAMES.items():
-        draw(axes[row, column], f"figure 5, {game}", title=game)
+        draw(axes[row, column], f"figure 5, {game}", every=2, title=game)
         axes[row, column].set(xlabel=steps if row else "", ylabel="" if column else reward)
     axes[0, 0].legend(frameon=False)
     finish_games(figure, results / "coppo_matrix_games", "The six other games (figure 5)")
@@ -158,8 +193,8 @@ def finish_games(figure, out: Path, title: str) -> None:
     rows = read_all(out.parent / "data", "coppo_matrix_final.csv", "coppo_matrix_opponents_final.csv", dtype=str)
     rows = rows[rows.figure == out.name].drop(columns="figure")
     caption = (
-        f"{title}: means of {rows.runs.iloc[0]} runs with their 95 % bootstrap intervals; solved: the mean of the last "
-        "1,000 plays is above half of the best reward. Command: `benchmark/coppo.sh`.\n"
+        f"{title}: means of the runs in the table with their 95 % bootstrap intervals; solved: the mean of the last "
+        "1,000 plays is above half of the best reward. Commands: `benchmark/coppo.sh`, `benchmark/baselines.sh`.\n"
     )
     write_page(out, caption, markdown(rows, 2))
 
@@ -170,6 +205,7 @@ def main(args: Args) -> None:
     write_html(args.results)
     impala_speed(args.results / "impala_speed")
     mappo_agents(args.results / "mappo_agents")
+    time_to_score(args.results / "speed_time_to_score")
     coppo_matrix(args.results)
     qtran_matrix(args.results / "qtran_matrix")
     for script in sorted((args.results.parent / "figures").glob("*.py")):
