@@ -5,9 +5,15 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
 # value decomposition with the defaults of each script
-for script in idqn vdn qmix qtran vdn_lstm qmix_lstm; do
+for script in vdn qmix idqn qtran; do
     $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir runs/vdn_simple_spread -- --total-timesteps 400000
+        --env-ids mpe/simple_spread_v3 --runs-dir runs/vdn_spread_long -- --total-timesteps 2000000
+done
+$PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script" \
+    --command benchmark/baselines.sh
+for script in vdn_lstm qmix_lstm; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
+        --env-ids mpe/simple_spread_v3 --runs-dir runs/vdn_lstm_simple_spread -- --total-timesteps 400000
 done
 
 # the matrix game of QTRAN's paper, and those of CoPPO's

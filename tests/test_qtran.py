@@ -26,7 +26,7 @@ def best_of(q, batch, b, t):
 # proves vdn-3
 @pytest.mark.parametrize("double_q", [True, False])
 def test_targets_are_joint_values_of_the_agents_best_actions(double_q):
-    args, agent, target_agent, batch = case(qtran, double_q=double_q, gamma=0.9)
+    args, agent, target_agent, batch = case(qtran, double_q=double_q, gamma=0.9, td_lambda=0.0)
     q = values(agent, batch)
     ours = qtran.td_targets(q.detach(), target_agent, batch, args)
     chooser = q if double_q else values(target_agent, batch)
