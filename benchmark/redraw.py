@@ -192,6 +192,7 @@ def finish_games(figure, out: Path, title: str) -> None:
     save(figure, out)
     rows = read_all(out.parent / "data", "coppo_matrix_final.csv", "coppo_matrix_opponents_final.csv", dtype=str)
     rows = rows[rows.figure == out.name].drop(columns="figure")
+    rows = rows.sort_values("game", key=lambda games: games.map(list(games.unique()).index), kind="stable")
     caption = (
         f"{title}: means of the runs in the table with their 95 % bootstrap intervals; solved: the mean of the last "
         "1,000 plays is above half of the best reward. Commands: `benchmark/coppo.sh`, `benchmark/baselines.sh`.\n"

@@ -1,0 +1,182 @@
+"""CPU seconds from the start of the process until a script plays well enough, ours beside peers, in alternating runs.
+
+    bash benchmark/peers/setup.sh FOLDER
+    python benchmark/time_to_score.py --peers FOLDER [--only CartPole-v1]
+
+A score is reached when the last 100 episodes of training have it on average. Imports and compilation count. The CPU
+time of a process is spread evenly over its wall time; for JAX, whose training is one call, over that call. All run on
+one thread, with the settings that their authors give. Rows go to time_to_score.csv and time_to_score_curves.csv in
+docs/results/data as they come, of which redraw.py makes the figure and the table; one without a time is of a run whose
+budget was too short.
+"""
+
+import csv
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import tyro
+from speed import machine, to_argv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+DATA = Path(__file__).resolve().parent.parent / "docs" / "results" / "data"
+COLUMNS = ["task", "score", "by", "seed", "cpu_seconds", "steps", "all_cpu_seconds", "all_steps", "command", "machine"]
+CURVE_COLUMNS = ["task", "by", "seed", "cpu_seconds", "step", "return"]
+LAST_EPISODES = 100
+MOST_POINTS = 60  # of a curve that are kept
+
+
+class Contestant(NamedTuple):
+    task: str
+    score: float
+    by: str
+    command: str  # with {seed}, {peers}, and {tmp} for what it writes
+    tag: str = "rollout/ep_reward"  # of its event files
+    episodes: int | None = None  # of which a point is the mean; None: rollout/num_episodes says
+    factor: float = 1.0  # from what it logs to the return of the task
+
+
+class Point(NamedTuple):
+    cpu_seconds: float
+    step: int
+    return_: float
+    episodes: int
+
+
+OURS = "--seed {seed} --runs-dir {tmp} --eval-episodes 0"
+PEERS = Path(__file__).resolve().parent / "peers"
+CLEANRL, CLEANMARL, JAXMARL = (f"bash {PEERS}/{name}.sh {{peers}}" for name in ("cleanrl", "cleanmarl", "jaxmarl"))
+POLE, LANDER, SPREAD = ("CartPole-v1", 475), ("LunarLander-v3", 200), ("mpe/simple_spread_v3", -30)
+CONTESTANTS = [
+    Contestant(*POLE, "ppo", f"python cleanmarl/ppo.py --total-timesteps 500000 {OURS}"),
+    Contestant(*POLE, "CleanRL ppo", CLEANRL + " {tmp} ppo 500000 {seed}", "charts/episodic_return", 1),
+    Contestant(*LANDER, "ppo", f"python cleanmarl/ppo.py --env-id LunarLander-v3 --total-timesteps 1000000 {OURS}"),
+    Contestant(
+        *LANDER,
+        "CleanRL ppo",
+        CLEANRL + " {tmp} ppo 1000000 {seed} --env-id LunarLander-v3",
+        "charts/episodic_return",
+        1,
+    ),
+    Contestant(*SPREAD, "mappo", f"python cleanmarl/mappo.py --total-timesteps 2500000 {OURS}"),
+    Contestant(*SPREAD, "ippo", f"python cleanmarl/ippo.py --total-timesteps 2500000 {OURS}"),
+    Contestant(  # its episodes have 26 steps, and its logged returns are those of one agent times their number
+        *SPREAD,
+        "JaxMARL ippo_ff_mpe",
+        JAXMARL + " IPPO/ippo_ff_mpe 9998336 {seed} TOTAL_TIMESTEPS=9998336 CURVE={tmp}",
+        factor=25 / 26,
+    ),
+    Contestant(  # it logs the rewards of the first agent
+        *SPREAD,
+        "CleanMARL mappo_multienvs",
+        CLEANMARL + " {tmp} mappo_multienvs 200000 {seed} --eval_steps 1000000",
+        episodes=12,
+        factor=3,
+    ),
+]
+
+
+@dataclass
+class Args:
+    peers: Path
+    """folder that peers/setup.sh has made"""
+    seeds: int = 3
+    """runs of each"""
+    only: tuple[str, ...] = ()
+    """tasks (default: all)"""
+    by: tuple[str, ...] = ()
+    """scripts (default: all)"""
+
+
+def read_points(folder: Path, by: Contestant, start: float, cpu_per_second: float) -> list[Point]:
+    """The curve of a run: of its event files, or of the CSV file that peers/run_jaxmarl.py writes."""
+    if (path := folder / "curve.csv").exists():
+        rows = [[float(x) for x in row] for row in csv.reader(path.open())]
+        return [Point(cpu, int(step), by.factor * return_, int(episodes)) for cpu, step, return_, episodes in rows]
+    [file] = folder.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+    events.Reload()
+    so_far = {} if by.episodes else {event.step: int(event.value) for event in events.Scalars("rollout/num_episodes")}
+    points, before = [], 0
+    for event in events.Scalars(by.tag):
+        episodes = by.episodes or so_far[event.step] - before
+        before += episodes
+        points.append(Point((event.wall_time - start) * cpu_per_second, event.step, by.factor * event.value, episodes))
+    return points
+
+
+def smooth(points: list[Point]) -> list[Point]:
+    """Each point with the mean return of the 100 episodes before it, or a few more, from the first that has so many."""
+    smoothed, first, count = [], 0, 0
+    for i, point in enumerate(points):
+        count += point.episodes
+        while count - points[first].episodes >= LAST_EPISODES:
+            count -= points[first].episodes
+            first += 1
+        if count >= LAST_EPISODES:
+            mean = sum(earlier.return_ * earlier.episodes for earlier in points[first : i + 1]) / count
+            smoothed.append(point._replace(return_=mean))
+    return smoothed
+
+
+def run(by: Contestant, peers: Path, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """One run, as a row of the table and as its curve."""
+    with tempfile.TemporaryDirectory() as tmp, tempfile.TemporaryFile() as log:
+        argv = to_argv(by.command, seed=seed, tmp=tmp, peers=peers.resolve())
+        start = time.time()
+        process = subprocess.Popen(argv, stdout=log, stderr=log, env={"OMP_NUM_THREADS": "1", **os.environ})
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        wall, cpu = time.time() - start, usage.ru_utime + usage.ru_stime
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode != 0:
+            log.seek(0)
+            sys.exit(f"status {process.returncode} from: {shlex.join(argv)}\n{log.read().decode()[-2000:]}")
+        points = smooth(read_points(Path(tmp), by, start, cpu / wall))
+    reached = next((point for point in points if point.return_ >= by.score), Point(None, None, None, None))
+    found = [reached.cpu_seconds and round(reached.cpu_seconds, 1), reached.step]
+    about = "{cpu}, {cores} cores, load {load}, Python {python}, torch {torch}".format(**machine())
+    command = shlex.join(shlex.split(by.command.replace(str(PEERS), "benchmark/peers")))
+    row = [*by[:3], seed, *found, round(cpu, 1), points[-1].step, command, about]
+    thinned = points[:: -(-len(points) // MOST_POINTS)]
+    curve = [[by.task, by.by, seed, round(x.cpu_seconds, 1), x.step, round(x.return_, 2)] for x in thinned]
+    return pd.DataFrame([row], columns=COLUMNS), pd.DataFrame(curve, columns=CURVE_COLUMNS)
+
+
+def put(rows: pd.DataFrame, path: Path) -> None:
+    """Write the rows of a run into a table, in the place of those that it had of this run."""
+    run = ["task", "by", "seed"]
+    before = pd.read_csv(path) if path.exists() else rows[:0]
+    before = before[(before[run] != rows[run].iloc[0]).any(axis=1)]
+    names = [(by.task, by.by) for by in CONTESTANTS]
+    records = before.to_dict("records") + rows.to_dict("records")
+    records.sort(key=lambda row: (names.index((row["task"], row["by"])), row["seed"]))
+    pd.DataFrame(records, columns=rows.columns).astype({"seed": int}).to_csv(path, index=False)
+
+
+def main(args: Args) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
+    for seed in range(1, args.seeds + 1):
+        for by in CONTESTANTS[:: 1 if seed % 2 else -1]:
+            if (args.only and by.task not in args.only) or (args.by and by.by not in args.by):
+                continue
+            row, curve = run(by, args.peers, seed)
+            print(row.to_string(columns=COLUMNS[:8], index=False, header=False), flush=True)
+            put(row, DATA / "time_to_score.csv")
+            put(curve, DATA / "time_to_score_curves.csv")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

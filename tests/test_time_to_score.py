@@ -1,0 +1,106 @@
+"""benchmark/time_to_score.py on real runs, and what redraw.py makes of its tables."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from optional import needs
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
+sys.path.insert(0, str(BENCHMARK))
+import redraw  # noqa: E402
+import time_to_score  # noqa: E402
+from time_to_score import Contestant, Point  # noqa: E402
+
+sys.path.remove(str(BENCHMARK))  # its run.py must not stand in for another module of that name
+
+OURS = "python cleanmarl/ppo.py --seed {seed} --runs-dir {tmp} --eval-episodes 0 --num-steps 64 --total-timesteps"
+
+
+def test_a_point_has_the_mean_of_the_hundred_episodes_before_it():
+    rng = np.random.default_rng(1)
+    for most in (1, 7, 250):
+        episodes, returns = rng.integers(1, most + 1, 300), rng.normal(size=300)
+        points = [Point(float(i), i, r, int(n)) for i, (r, n) in enumerate(zip(returns, episodes))]
+        smoothed = {point.step: point.return_ for point in time_to_score.smooth(points)}
+        for i in range(300):
+            whole = [j for j in range(i + 1) if episodes[j : i + 1].sum() >= 100]
+            assert (i in smoothed) == bool(whole)
+            if whole:  # as few points as have a hundred
+                window = slice(max(whole), i + 1)
+                assert smoothed[i] == pytest.approx(np.average(returns[window], weights=episodes[window]))
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    data = tmp_path / "results" / "data"
+    data.mkdir(parents=True)
+    monkeypatch.chdir(BENCHMARK.parent)
+    monkeypatch.setattr(time_to_score, "DATA", data)
+    easy, hard = ("CartPole-v1", 20), ("CartPole-v1, to the end", 500)
+    contestants = [Contestant(*easy, "ppo", f"{OURS} 8192"), Contestant(*hard, "ppo", f"{OURS} 4096")]
+    monkeypatch.setattr(time_to_score, "CONTESTANTS", contestants)
+    return data
+
+
+def test_ours_reaches_a_low_score_and_not_the_highest(results, tmp_path):
+    for seeds in (1, 2):  # the second round replaces seed 1
+        time_to_score.main(time_to_score.Args(peers=tmp_path, seeds=seeds))
+    rows = pd.read_csv(results / "time_to_score.csv")
+    assert (
+        rows.seed.tolist() == [1, 2, 1, 2]
+        and rows.task.tolist() == ["CartPole-v1"] * 2 + ["CartPole-v1, to the end"] * 2
+    )
+    easy, hard = rows[rows.score == 20], rows[rows.score == 500]
+    assert (easy.cpu_seconds > 0.5).all() and (easy.cpu_seconds <= easy.all_cpu_seconds).all()  # imports count
+    assert ((easy.steps > 500) & (easy.steps <= easy.all_steps)).all() and (easy.all_steps >= 7000).all()
+    assert hard.cpu_seconds.isna().all() and hard.steps.isna().all() and (hard.all_cpu_seconds > 0.5).all()
+    curves = pd.read_csv(results / "time_to_score_curves.csv")
+    for _, curve in curves.groupby(["task", "seed"]):
+        assert curve.cpu_seconds.is_monotonic_increasing and curve.step.is_monotonic_increasing
+        assert curve["return"].between(8, 500).all() and len(curve) <= time_to_score.MOST_POINTS
+
+    redraw.time_to_score(results.parent / "time_to_score")
+    table = (results.parent / "time_to_score.md").read_text().splitlines()[-2:]
+    times = easy.cpu_seconds
+    assert f"| {times.median():,.0f} ({times.min():,.0f}-{times.max():,.0f}) |" in table[0] and "| 2 of 2 |" in table[0]
+    assert "| 500 | ppo |  |  | 0 of 2 |" in table[1]
+    assert "<svg" in (results.parent / "time_to_score.svg").read_text()
+
+
+def test_a_command_that_fails_ends_it(results, tmp_path, monkeypatch):
+    bad = Contestant("CartPole-v1", 20, "ppo", f"{OURS} nothing")
+    monkeypatch.setattr(time_to_score, "CONTESTANTS", [bad])
+    with pytest.raises(SystemExit, match=r"status 2 from: .*--total-timesteps nothing"):
+        time_to_score.main(time_to_score.Args(peers=tmp_path))
+    assert not list(results.iterdir())
+
+
+AS_JAXMARL = """
+import jax, jax.numpy as jnp
+def make_train(config):
+    updates = config["TOTAL_TIMESTEPS"] // config["NUM_STEPS"] // config["NUM_ENVS"]
+    def train(key):
+        jax.experimental.io_callback(lambda x: open("metrics", "a"), None, key)
+        returns = key[1] - 9.5 + jnp.arange(updates)
+        return {"metrics": {"returned_episode_returns": returns, "returned_episode": jnp.full(updates, 1 / 4)}}
+    return train
+"""
+
+
+@needs("jaxmarl")
+def test_the_curve_of_a_jax_program(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "toy.yaml").write_text("{NUM_ENVS: 2, NUM_STEPS: 4}")
+    (tmp_path / "toy.py").write_text(AS_JAXMARL)
+    argv = [sys.executable, BENCHMARK / "peers" / "run_jaxmarl.py", tmp_path / "toy.py", "32", "7"]
+    argv += ["TOTAL_TIMESTEPS=32", f"CURVE={tmp_path}"]
+    env = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    subprocess.run([*map(str, argv)], check=True, timeout=120, env=env, cwd=tmp_path)
+    by = Contestant("toy", 0, "toy", "", factor=2)
+    points = time_to_score.read_points(tmp_path, by, start=0, cpu_per_second=1)
+    assert [point[1:] for point in points] == [(16, -3, 2), (24, -1, 2), (32, 1, 2)]
+    assert 0.1 < points[0].cpu_seconds <= points[1].cpu_seconds <= points[2].cpu_seconds < 60
