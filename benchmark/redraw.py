@@ -80,8 +80,8 @@ def mappo_agents(out: Path) -> None:
 
 def time_to_score(out: Path) -> None:
     """Return over CPU time beside peers, from what benchmark/time_to_score.py wrote."""
-    runs = pd.read_csv(out.parent / "data" / "time_to_score.csv", dtype={"steps": "Int64"})
-    curves = pd.read_csv(out.parent / "data" / "time_to_score_curves.csv")
+    runs = pd.read_csv(out.parent / "data" / "speed_time_to_score.csv", dtype={"steps": "Int64"})
+    curves = pd.read_csv(out.parent / "data" / "speed_time_to_score_curves.csv")
     tasks = runs.groupby("task", sort=False).score.first()
     figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2), layout="constrained", squeeze=False)
     for axis, (task, score) in zip(axes[0], tasks.items()):

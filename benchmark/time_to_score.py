@@ -5,7 +5,7 @@
 
 A score is reached when the last 100 episodes of training have it on average. Imports and compilation count. The CPU
 time of a process is spread evenly over its wall time; for JAX, whose training is one call, over that call. All run on
-one thread, with the settings that their authors give. Rows go to time_to_score.csv and time_to_score_curves.csv in
+one thread, with the settings that their authors give. Rows go to speed_time_to_score.csv and ..._curves.csv in
 docs/results/data as they come, of which redraw.py makes the figure and the table; one without a time is of a run whose
 budget was too short.
 """
@@ -174,8 +174,8 @@ def main(args: Args) -> None:
                 continue
             row, curve = run(by, args.peers, seed)
             print(row.to_string(columns=COLUMNS[:8], index=False, header=False), flush=True)
-            put(row, DATA / "time_to_score.csv")
-            put(curve, DATA / "time_to_score_curves.csv")
+            put(row, DATA / "speed_time_to_score.csv")
+            put(curve, DATA / "speed_time_to_score_curves.csv")
 
 
 if __name__ == "__main__":

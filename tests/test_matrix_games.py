@@ -117,4 +117,4 @@ def test_figures_and_tables_are_drawn_from_the_data_of_the_runs(tmp_path):
     for name, rows in (("penalty", 4), ("inner_clip", 4), ("games", 24)):
         assert (args.out / f"coppo_matrix_{name}.svg").stat().st_size > 10_000
         page = (args.out / f"coppo_matrix_{name}.md").read_text()
-        assert page.count("| 3 |") == rows and "means of 3 runs" in page
+        assert page.count("| 3 |") == rows

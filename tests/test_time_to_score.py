@@ -49,7 +49,7 @@ def results(tmp_path, monkeypatch):
 def test_ours_reaches_a_low_score_and_not_the_highest(results, tmp_path):
     for seeds in (1, 2):  # the second round replaces seed 1
         time_to_score.main(time_to_score.Args(peers=tmp_path, seeds=seeds))
-    rows = pd.read_csv(results / "time_to_score.csv")
+    rows = pd.read_csv(results / "speed_time_to_score.csv")
     assert (
         rows.seed.tolist() == [1, 2, 1, 2]
         and rows.task.tolist() == ["CartPole-v1"] * 2 + ["CartPole-v1, to the end"] * 2
@@ -58,7 +58,7 @@ def test_ours_reaches_a_low_score_and_not_the_highest(results, tmp_path):
     assert (easy.cpu_seconds > 0.5).all() and (easy.cpu_seconds <= easy.all_cpu_seconds).all()  # imports count
     assert ((easy.steps > 500) & (easy.steps <= easy.all_steps)).all() and (easy.all_steps >= 7000).all()
     assert hard.cpu_seconds.isna().all() and hard.steps.isna().all() and (hard.all_cpu_seconds > 0.5).all()
-    curves = pd.read_csv(results / "time_to_score_curves.csv")
+    curves = pd.read_csv(results / "speed_time_to_score_curves.csv")
     for _, curve in curves.groupby(["task", "seed"]):
         assert curve.cpu_seconds.is_monotonic_increasing and curve.step.is_monotonic_increasing
         assert curve["return"].between(8, 500).all() and len(curve) <= time_to_score.MOST_POINTS
