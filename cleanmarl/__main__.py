@@ -1,6 +1,7 @@
-"""The front: `cleanmarl list`, `cleanmarl train ippo --env-id ...`, `cleanmarl enjoy RUN_DIR`.
+"""The front: `cleanmarl list`, `cleanmarl train ippo --env-id ...`, `cleanmarl enjoy RUN_DIR`, `cleanmarl report RUNS`.
 
-`train` is `python cleanmarl/ippo.py ...` and nothing else; `enjoy` is `python -m cleanmarl.enjoy ...`.
+`train` is `python cleanmarl/ippo.py ...` and nothing else; `enjoy` is `python -m cleanmarl.enjoy ...`, `report` is
+`python benchmark/report.py ...`.
 """
 
 import ast
@@ -12,7 +13,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 USAGE = """cleanmarl list                    the scripts, a line each
 cleanmarl train SCRIPT [FLAGS]    run a script: cleanmarl train ippo --help
-cleanmarl enjoy RUN_DIR [FLAGS]   play what a run has learned: cleanmarl enjoy --help"""
+cleanmarl enjoy RUN_DIR [FLAGS]   play what a run has learned: cleanmarl enjoy --help
+cleanmarl report RUNS [FLAGS]     curves and tables of many runs: cleanmarl report --help"""
 
 
 def scripts() -> dict[str, str]:
@@ -55,6 +57,13 @@ def train(argv: list[str]) -> None:
     run([str(FOLDER / f"{name}.py"), *argv[1:]])
 
 
+def report(argv: list[str]) -> None:
+    script = FOLDER.parent / "benchmark" / "report.py"
+    if not script.exists():
+        fail("report is benchmark/report.py of the repository, of which only the package is installed here")
+    run([str(script), *argv])
+
+
 def main() -> None:
     """The command line."""
     command, *argv = sys.argv[1:] or ["--help"]
@@ -64,10 +73,12 @@ def main() -> None:
         train(argv)
     elif command == "enjoy":
         run(["-m", "cleanmarl.enjoy", *argv])
+    elif command == "report":
+        report(argv)
     elif command in ("--help", "-h"):
         say(USAGE)
     else:
-        fail(f"there is no command {command}: list, train or enjoy")
+        fail(f"there is no command {command}: list, train, enjoy or report")
 
 
 if __name__ == "__main__":

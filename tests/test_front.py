@@ -32,6 +32,20 @@ def test_train_and_enjoy_are_the_script_and_its_player(tmp_path):
     assert folder.name.startswith("matrix-penalty__ippo__3__")
     played = cleanmarl("enjoy", str(folder), "--episodes", "2")
     assert played.returncode == 0 and "ippo at step 6,400, 2 episodes" in played.stdout
+    reported = cleanmarl("report", str(folder), "--out", str(tmp_path / "report" / "penalty"))
+    assert reported.returncode == 0 and "| matrix/penalty | ippo |" in reported.stdout, reported.stderr
+    assert (tmp_path / "report" / "penalty.svg").exists()
+
+
+def test_report_without_the_repository(tmp_path):
+    package = tmp_path / "cleanmarl"
+    package.mkdir()
+    for name in ("__init__.py", "__main__.py"):
+        (package / name).write_text((ROOT / "cleanmarl" / name).read_text() if name == "__main__.py" else "")
+    command = [sys.executable, "-m", "cleanmarl", "report", "runs"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "report is benchmark/report.py of the repository" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -41,7 +55,7 @@ def test_train_and_enjoy_are_the_script_and_its_player(tmp_path):
         (["train", "mapo"], "did you mean mappo?"),
         (["train", "../setup"], "there is no script ../setup"),
         (["train", "cli"], "there is no script cli"),
-        (["learn"], "there is no command learn: list, train or enjoy"),
+        (["learn"], "there is no command learn: list, train, enjoy or report"),
         (["train", "ippo", "--gamma", "2"], "ippo: --gamma must be in [0, 1], not 2"),
     ],
 )
