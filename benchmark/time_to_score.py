@@ -77,7 +77,7 @@ CONTESTANTS = [
     Contestant(  # it logs the rewards of the first agent
         *SPREAD,
         "CleanMARL mappo_multienvs",
-        CLEANMARL + " {tmp} mappo_multienvs 200000 {seed} --eval_steps 1000000",
+        CLEANMARL + " {tmp} mappo_multienvs 50000 {seed} --eval_steps 1000000",
         episodes=12,
         factor=3,
     ),
