@@ -8,16 +8,18 @@ coppo_matrix_opponents_final.csv (the tables), from which redraw.py draws OUT/qt
 figures of benchmark/matrix_games.py.
 
 All seeds of a script learn side by side: `torch.func.vmap` applies the script's own functions to stacked parameters. A
-game is one step, so a target is the reward, and a batch is drawn from all plays so far.
+game is one step, so a target is the reward, and a batch is drawn from all plays so far. DOP, which has an actor and
+latest plays besides, is run as it is, one seed after the other.
 
 QTRAN's game is played with full exploration, as in the paper: 20,000 plays. CoPPO's are played with the settings of its
 appendix C.1, as in matrix_games.py, and eight updates for each 20 plays, as many as the others have epochs.
 """
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleanmarl import idqn, qmix, qtran, vdn
+from cleanmarl import dop, idqn, qmix, qtran, vdn
 from cleanmarl.envs import make
 
 import numpy as np
@@ -26,12 +28,17 @@ import torch
 import torch.nn as nn
 import tyro
 from matrix_games import GAMES, binned, curve, run_path, table_row
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPTS = {"IDQN": idqn, "VDN": vdn, "QMIX": qmix, "QTRAN": qtran}
+OPPONENTS = [*SCRIPTS, "DOP"]  # in CoPPO's games
 DECOMPOSE = ["VDN", "QMIX", "QTRAN"]  # those that have joint values
 UPDATES = 8  # for each round of plays
 COPPOS = {"hidden_dim": 18, "learning_rate": 5e-4, "optimizer": "RMSprop", "num_envs": 20, "total_timesteps": 10_000}
 COPPOS |= {"epsilon_start": 0.9, "epsilon_end": 0.02, "epsilon_timesteps": 6000}
+DOPS = {key: x for key, x in COPPOS.items() if key not in ("hidden_dim", "learning_rate", "optimizer")}
+DOPS |= {"actor_hidden_dim": 18, "critic_hidden_dim": 72, "learning_rate_actor": 5e-4, "learning_rate_critic": 5e-4}
+DOPS |= {"on_policy_episodes": 20, "epochs": UPDATES, "log_every": 20}
 QTRANS = {"learning_rate": 1e-3, "num_envs": 32, "total_timesteps": 20_000, "epsilon_start": 1.0, "epsilon_end": 1.0}
 
 
@@ -133,6 +140,18 @@ def train(script, game: str, seeds, settings: dict) -> tuple[Learner, dict, np.n
     return learner, parameters, rewards.reshape(S, -1, N).mean(-1)
 
 
+def train_dop(game: str, seeds) -> np.ndarray:
+    """Mean rewards (seeds, rounds) of runs of dop.py."""
+    rewards = []
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as tmp:
+            args = dop.Args(env_id=f"matrix/{game}", seed=seed, runs_dir=tmp, eval_steps=10**9, eval_episodes=0, **DOPS)
+            events = EventAccumulator(str(dop.main(args)), size_guidance={"scalars": 0})
+            events.Reload()
+            rewards.append([event.value / 4 for event in events.Scalars("rollout/ep_reward")])  # the sum of four agents
+    return np.array(rewards)
+
+
 def tables(script, learner: Learner, parameters: dict, seed: int) -> dict[str, np.ndarray]:
     """What one seed has learned of a game of two agents: tables (K, K) of joint values, the agents' values (A, K)."""
     agent = learner.agent
@@ -155,6 +174,9 @@ def run(game: str, name: str, args: Args) -> None:
     """Train and keep what the figures need."""
     path, seeds = run_path(args.runs_dir, game, name), range(1, args.seeds + 1)
     if path.exists():
+        return
+    if name == "DOP":
+        np.savez_compressed(path, reward=train_dop(game, seeds))
         return
     learner, parameters, rewards = train(SCRIPTS[name], game, seeds, QTRANS if game == "qtran" else COPPOS)
     results = {"reward": rewards}
@@ -188,7 +210,7 @@ def write_curves(args: Args) -> None:
     table = ['figure,game,variant,runs,"last 1,000 plays","all 10,000 plays",solved']
     for game in ["penalty", *GAMES]:
         panel = "figure 1, reward" if game == "penalty" else f"figure 5, {game}"
-        for name in SCRIPTS:
+        for name in OPPONENTS:
             reward = np.load(run_path(args.runs_dir, game, name))["reward"]
             lines += curve(panel, name, steps, binned(reward))
             table.append(table_row(f"coppo_matrix_{'penalty' if game == 'penalty' else 'games'}", reward, game, name))
@@ -204,7 +226,7 @@ def main(args: Args) -> None:
     write_tables(args)
     redraw.qtran_matrix(args.out / "qtran_matrix")
     for game in ["penalty", *GAMES]:
-        for name in SCRIPTS:
+        for name in OPPONENTS:
             run(game, name, args)
     write_curves(args)
     redraw.coppo_matrix(args.out)

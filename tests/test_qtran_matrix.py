@@ -63,3 +63,16 @@ def test_what_was_learned_is_recorded_and_drawn(tmp_path, monkeypatch):
     assert len(lines) == 1 + 4 * 9 and lines[1].startswith(f"VDN,joint,0,0,{sums[:, 0, 0].mean():.2f},")
     assert (args.out / "qtran_matrix.svg").stat().st_size > 10_000
     assert (args.out / "qtran_matrix.md").read_text().count(" of 2 |") == 4
+
+
+def test_rewards_of_dop_are_means_of_single_plays(tmp_path, monkeypatch):
+    monkeypatch.setattr(qtran_matrix, "DOPS", qtran_matrix.DOPS | {"total_timesteps": 80})
+    args = qtran_matrix.Args(tmp_path / "results", tmp_path, seeds=2)
+    qtran_matrix.run("penalty", "DOP", args)
+    reward = np.load(tmp_path / "penalty__DOP.npz")["reward"]
+    assert reward.shape == (2, 4) and (reward[0] != reward[1]).any()
+    outcomes = set(make("matrix/penalty").table.ravel().tolist())
+    low, high = min(outcomes), max(outcomes)
+    assert all(low <= mean <= high for mean in reward.ravel())
+    assert reward.mean() < -30  # nearly random play does not agree, and earns what disagreement does: -40, not 4 x -40
+    assert reward.mean() > -60
