@@ -25,13 +25,20 @@ from torch.overrides import TorchFunctionMode
 A, D, H, K = 3, 5, 8, 4
 
 
+@pytest.mark.parametrize("size_out", [1, K, 20])
+@pytest.mark.parametrize("num_rows", [7, 200])  # of A agents: heads of many rows are calculated in another way
 @pytest.mark.parametrize("num_networks", [1, A])
-def test_a_stack_is_its_layers_one_by_one(num_networks):
-    layer, x = StackedLinear(num_networks, D, K).double(), torch.randn(7, A, D, dtype=torch.float64)
-    for a in range(A):
-        m = a % num_networks
-        expected = F.linear(x[:, a], layer.weight[m].T, layer.bias[m, 0])
-        torch.testing.assert_close(layer(x)[:, a], expected)
+def test_a_stack_is_its_layers_one_by_one(num_networks, num_rows, size_out):
+    layer = StackedLinear(num_networks, D, size_out).double()
+    x = torch.randn(num_rows, A, D, dtype=torch.float64, requires_grad=True)
+    inputs = [layer.weight, layer.bias, x]
+    of_agents = [F.linear(x[:, a], layer.weight[a % num_networks].T, layer.bias[a % num_networks, 0]) for a in range(A)]
+    out, expected = layer(x), torch.stack(of_agents, 1)
+    torch.testing.assert_close(out, expected)
+    weight = torch.randn_like(expected)
+    theirs = torch.autograd.grad((expected * weight).sum(), inputs)
+    for gradient, of_definition in zip(torch.autograd.grad((out * weight).sum(), inputs), theirs):
+        torch.testing.assert_close(gradient, of_definition)
 
 
 @pytest.mark.parametrize("num_networks", [1, A])
