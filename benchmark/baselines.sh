@@ -19,27 +19,25 @@ done
 # the matrix game of QTRAN's paper, and those of CoPPO's
 $PYTHON benchmark/qtran_matrix.py --out docs/results --seeds 10
 
-# factored and soft critics with the defaults of each script
-for script in facmac masac; do
+# critics of all agents' actions with the defaults of each script
+for script in masac facmac dop coma coma_lstm; do
     $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir runs/facmac_simple_spread -- --total-timesteps 400000
+        --env-ids mpe/simple_spread_v3 --runs-dir runs/masac_spread_long -- --total-timesteps 500000
+done
+$PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long \
+    --note "the defaults of each script" --command benchmark/baselines.sh
+for script in masac facmac; do
     $PYTHON benchmark/run.py --command "python cleanmarl/${script}_continuous_action.py" --num-seeds 5 \
         --workers "$WORKERS" --env-ids "mpe/simple_spread_v3?continuous_actions=True" \
-        --runs-dir runs/facmac_simple_spread -- --total-timesteps 400000
-done
-
-# policy gradients with a critic of all agents' actions, with the defaults of each script; coma without a memory beside them
-for script in coma coma_lstm dop; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir runs/dop_simple_spread -- --total-timesteps 400000
+        --runs-dir runs/masac_continuous_spread -- --total-timesteps 400000
 done
 
 # MADDPG where a reward is rare: rewards normalised, logits regularised as in the original and ten times as much
 for reg in 0 0.001 0.01; do
     $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_foraging \
-        -- --total-timesteps 400000 --normalize-reward --reg $reg
+        -- --total-timesteps 400000 --gamma 0.99 --normalize-reward --reg $reg
 done
 $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
-    --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_foraging -- --total-timesteps 400000 \
+    --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_foraging -- --total-timesteps 400000 --gamma 0.99 \
     --normalize-reward --reg 0.01 --batch-size 32 --actor-hidden-dim 128 --learning-rate-actor 5e-4 --learning-rate-critic 5e-4

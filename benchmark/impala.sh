@@ -4,15 +4,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
-# one process, so that the curves repeat exactly; then with two actors
+# one process, so that the curves repeat exactly; then with an actor
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/impala_cartpole -- --num-actors 0
 $PYTHON benchmark/report.py runs/impala_cartpole --out docs/results/impala_cartpole \
     --note "the defaults without actors (\`--num-actors 0\`)" --command benchmark/impala.sh
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids CartPole-v1 --num-seeds 5 \
-    --workers 1 --runs-dir runs/impala_cartpole_actors -- --num-actors 2
+    --workers 1 --runs-dir runs/impala_cartpole_actors
 $PYTHON benchmark/report.py runs/impala_cartpole_actors --out docs/results/impala_cartpole_actors \
-    --note "the defaults: two actors" --command benchmark/impala.sh
+    --note "the defaults: one actor" --command benchmark/impala.sh
 
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_replay.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/impala_replay_cartpole -- --num-actors 0

@@ -83,7 +83,7 @@ def time_to_score(out: Path) -> None:
     runs = pd.read_csv(out.parent / "data" / "speed_time_to_score.csv", dtype={"steps": "Int64"})
     curves = pd.read_csv(out.parent / "data" / "speed_time_to_score_curves.csv")
     tasks = runs.groupby("task", sort=False).score.first()
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.5), layout="constrained", squeeze=False)
     for axis, (task, score) in zip(axes[0], tasks.items()):
         axis.axhline(score, color="#999999", linestyle="--", linewidth=1)
         for i, (by, of_script) in enumerate(curves[curves.task == task].groupby("by", sort=False)):
@@ -91,7 +91,7 @@ def time_to_score(out: Path) -> None:
                 label = by if seed == of_script.seed.min() else None
                 axis.plot(curve.cpu_seconds, curve["return"], color=f"C{i}", linewidth=1, label=label)
         axis.set(xscale="log", xlabel="CPU-seconds since the start", ylabel="return", title=task)
-        axis.legend(frameon=False, fontsize=7)
+        axis.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     save(figure, out)
     cells = []
     for (task, by), x in runs.groupby(["task", "by"], sort=False):

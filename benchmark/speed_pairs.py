@@ -52,7 +52,7 @@ AS_CLEANMARL = (
 # CleanMARL, off-policy: its defaults; nothing is evaluated on either side.
 OFF_POLICY = "simple_spread, CleanMARL's defaults: "
 QUIET = "--num-eval-ep 1 --eval-steps 1000000 --no-save-buffer"
-MADDPG = f"{QUIET} --individual-critics False --reg 0"
+MADDPG = f"{QUIET} --individual-critics False --reg 0 --gamma 0.99"
 NOT_EVALUATED = "--eval_steps 1000000"
 ONE_VALUE = "one value of a joint action, where CleanMARL has the same one for each agent"
 OWN_SIMULATOR = "MPE of mpe2"

@@ -57,7 +57,7 @@ class Args(RunArgs):
     """a critic for each agent's own reward, or one for the mean reward; by default one if the reward is the team's"""
     exploration_noise: Annotated[float, Ge(0)] = 0.1
     """standard deviation of the noise on an action that reaches from -1 to 1"""
-    gamma: UnitFloat = 0.99
+    gamma: UnitFloat = 0.95
     """discount factor"""
     buffer_size: PositiveInt = 5000
     """episodes in the replay buffer"""

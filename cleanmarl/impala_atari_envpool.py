@@ -39,7 +39,7 @@ class Args(RunArgs):
     """the network of two convolutions (Mnih et al. 2016) instead of the residual one"""
     lstm: bool = False
     """an LSTM that also sees the previous action and reward, behind the convolutions"""
-    num_actors: Annotated[int, Ge(0)] = 2
+    num_actors: Annotated[int, Ge(0)] = 1
     """actor processes; 0: collect and learn in turn in one process"""
     deterministic: bool = False
     """take one unroll from each actor in turn, and give all of them new parameters at the same time"""

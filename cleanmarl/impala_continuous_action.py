@@ -33,7 +33,7 @@ class Args(RunArgs):
     total_timesteps: PositiveInt = 1_000_000
     """environment steps that are learned from, all environments together"""
 
-    num_actors: Annotated[int, Ge(0)] = 2
+    num_actors: Annotated[int, Ge(0)] = 1
     """actor processes; 0: collect and learn in turn in one process"""
     deterministic: bool = False
     """take one unroll from each actor in turn, and give all of them new parameters at the same time"""

@@ -58,7 +58,7 @@ class Args(RunArgs):
     """N, environments stepped side by side"""
     individual_critics: bool | None = None
     """a critic for each agent's own reward, or one for the mean reward; by default one if the reward is the team's"""
-    gamma: UnitFloat = 0.99
+    gamma: UnitFloat = 0.95
     """discount factor"""
     buffer_size: PositiveInt = 5000
     """episodes in the replay buffer"""

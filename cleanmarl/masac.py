@@ -57,7 +57,7 @@ class Args(RunArgs):
     """N, environments stepped side by side"""
     individual_critics: bool | None = None
     """a critic for each agent's own reward, or one for the mean reward; by default one if the reward is the team's"""
-    gamma: UnitFloat = 0.99
+    gamma: UnitFloat = 0.95
     """discount factor"""
     target_entropy: UnitFloat = 0.2
     """entropy that the temperature aims at, as a share of that of uniform legal actions"""
