@@ -19,13 +19,17 @@ done
 # the matrix game of QTRAN's paper, and those of CoPPO's
 $PYTHON benchmark/qtran_matrix.py --out docs/results --seeds 10
 
-# critics of all agents' actions with the defaults of each script
-for script in masac facmac dop coma coma_lstm; do
+# critics of all agents' actions
+for script in masac facmac dop; do
     $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir runs/masac_spread_long -- --total-timesteps 500000
+        --env-ids mpe/simple_spread_v3 --runs-dir runs/masac_spread_long -- --total-timesteps 500000 --gamma 0.95
 done
-$PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long \
-    --note "the defaults of each script" --command benchmark/baselines.sh
+$PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long --command benchmark/baselines.sh \
+    --note "the defaults of each script, and a discount of 0.95 for DOP"
+for script in coma coma_lstm; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
+        --env-ids mpe/simple_spread_v3 --runs-dir runs/coma_simple_spread -- --total-timesteps 400000
+done
 for script in masac facmac; do
     $PYTHON benchmark/run.py --command "python cleanmarl/${script}_continuous_action.py" --num-seeds 5 \
         --workers "$WORKERS" --env-ids "mpe/simple_spread_v3?continuous_actions=True" \

@@ -77,6 +77,7 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
     """The flags of a run that differ from its script's defaults, `the defaults` if none does.
 
     The defaults are read from the copy of the script in the run folder, without running it; "" if there is no script.
+    What a script decides by itself where its default is None is no setting, unless the command has it.
     """
     places = [folder / f"{meta['script']}.py", HERE.parent / "cleanmarl" / f"{meta['script']}.py"]
     script = next((place for place in places if place.exists()), None)
@@ -85,8 +86,11 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
     body = next(n for n in ast.parse(script.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
     fields = [field for field in body if isinstance(field, ast.AnnAssign) and field.value is not None]
     defaults = {field.target.id: ast.literal_eval(field.value) for field in fields}
+    given = {word.partition("=")[0].replace("--no-", "--") for word in meta.get("command", map(flag, defaults))}
     words = []
     for name, default in defaults.items():
+        if default is None and flag(name) not in given:
+            continue
         value = meta["args"].get(name, default)
         value = tuple(value) if isinstance(value, list) else value
         if value == default or name in RESUME_MAY_CHANGE | {"env_id", "seed"}:

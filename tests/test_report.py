@@ -79,6 +79,15 @@ def test_settings_are_the_flags_that_differ_from_the_copy_of_the_script(tmp_path
     assert settings(sizes=[3, 4]) == "--sizes 3 4"
     assert report.settings_of({"script": "ippo", "args": {"gamma": 0.5}}, tmp_path) == "--gamma 0.5"  # no copy: ours
 
+    def decided(**meta):  # a script that decides by the environment whether each agent has a critic
+        meta |= {"script": "maddpg", "args": {"individual_critics": False}}
+        return report.settings_of(meta, tmp_path)
+
+    assert decided(command=["x.py", "--seed", "2"]) == "the defaults"
+    for words in (["--no-individual-critics"], ["--individual-critics", "False"], ["--individual-critics=False"]):
+        assert decided(command=["x.py", *words]) == "--no-individual-critics"
+    assert decided() == "--no-individual-critics"  # nobody knows
+
 
 def test_seconds_are_those_of_the_manifest_without_the_time_between_two_tries(tmp_path):
     folder = tmp_path / "runs" / "a"
