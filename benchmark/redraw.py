@@ -118,10 +118,10 @@ def read_all(folder: Path, *names: str, **options) -> pd.DataFrame:
     return pd.concat([pd.read_csv(folder / name, **options) for name in names if (folder / name).exists()])
 
 
+@plt.rc_context({"font.size": 8})
 def coppo_matrix(results: Path) -> None:
     """The figures of the matrix games, from what benchmark/matrix_games.py and qtran_matrix.py wrote."""
     curves = read_all(results / "data", "coppo_matrix.csv", "coppo_matrix_opponents.csv")
-    plt.rcParams.update({"font.size": 8})
 
     def draw(axis, panel: str, every: int = 1, **axis_settings) -> None:
         of_panel = curves[curves.panel == panel]
@@ -154,7 +154,6 @@ def coppo_matrix(results: Path) -> None:
         axes[row, column].set(xlabel=steps if row else "", ylabel="" if column else reward)
     axes[0, 0].legend(frameon=False)
     finish_games(figure, results / "coppo_matrix_games", "The six other games (figure 5)")
-    plt.rcdefaults()
 
 
 def qtran_matrix(out: Path) -> None:
