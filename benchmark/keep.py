@@ -72,7 +72,8 @@ def table(folder: Path) -> str:
     rows, episodes = "", 0
     for path in sorted(folder.glob("*/scores.json")):
         x = json.loads(path.read_text())
-        cells = [f"{mean:.1f} ± {std:.1f}" for mean, std in (x["sampled"], x["most probable"])]
+        digits = 1 if abs(x["sampled"][0]) >= 10 else 2
+        cells = [f"{mean:.{digits}f} ± {std:.{digits}f}" for mean, std in (x["sampled"], x["most probable"])]
         rows += (
             f"| {path.parent.name} | `{x['env_id']}` | `{x['script']}` | {x['step']:,} | {cells[0]} | {cells[1]} |\n"
         )

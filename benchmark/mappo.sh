@@ -24,6 +24,8 @@ for script in ippo mappo coppo; do
     run $script 3 mpe/simple_spread_v3 runs/mappo_spread_long --total-timesteps 5000000
     run $script 3 mpe/simple_speaker_listener_v4 runs/mappo_listener_long --total-timesteps 2000000
 done
+run mappo 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging_long --total-timesteps 2000000
+run mappo 3 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 2000000
 # predators and prey have nothing in common to share; the curve is that of a predator
 for script in ippo mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
@@ -45,8 +47,9 @@ $PYTHON benchmark/report.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__
     --note "IPPO with all settings of MAPPO that it has, MAPPO with its defaults: they differ in the critic" --command benchmark/mappo.sh
 plot spread_long \
     --note "the defaults of each script"
-plot listener_long \
-    --note "the defaults of each script"
+for name in listener_long foraging_long reference_long; do
+    plot $name --note "the defaults of each script"
+done
 plot simple_spread_v3 \
     --note "the defaults of each script"
 plot simple_speaker_listener_v4 \
