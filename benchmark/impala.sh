@@ -29,13 +29,11 @@ $PYTHON benchmark/run.py --command "python cleanmarl/impala_continuous_action.py
 $PYTHON benchmark/report.py runs/impala_continuous_action --out docs/results/impala_continuous_action_halfcheetah \
     --note "the defaults without actors (\`--num-actors 0\`)" --command benchmark/impala.sh
 
-# hours on one core: the shallow network, TorchBeast's batch and learning rate. The figure is of the first version, with other initial
-# weights and torch's RMSProp; what is run now has eight unrolls in a gradient step, on the paper's learning rate:
-#     --shallow --num-actors 0 --num-envs 16 --batch-size 8 --total-timesteps 10000000
+# hours on one core: the shallow network, eight unrolls in a gradient step
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
-    --workers 1 --runs-dir runs/impala_pong -- --shallow --num-actors 0 --num-envs 16 --learning-rate 4e-4 --total-timesteps 4000000
+    --workers 1 --runs-dir runs/impala_pong -- --shallow --num-actors 0 --num-envs 16 --batch-size 8
 $PYTHON benchmark/report.py runs/impala_pong --unfinished --out docs/results/impala_atari_envpool_pong \
-    --note "the shallow network, TorchBeast's batch and learning rate, no other process" --command benchmark/impala.sh
+    --note "the shallow network, batches of 8 unrolls of 16 environments, no other process" --command benchmark/impala.sh
 
 # days on two cores; hours with a GPU: --num-actors 8 --device cuda
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 SpaceInvaders-v5 Qbert-v5 \
