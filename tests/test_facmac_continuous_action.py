@@ -41,7 +41,7 @@ def test_critic_target_is_its_definition(individual):
     for b, t, m in np.ndindex(2, *ours.shape[1:]):
         next_action = agent.actor(batch.obs[b, t + 1]) * torch.from_numpy(world(1).real_actions)
         value = by_hand(critic, m, batch.obs[b, t + 1], batch.state[b, t + 1], next_action, batch.survive[b, t])
-        expected = batch.reward[b, t, m] + (0.99 * value if batch.goes_on[b, t, m] else 0)
+        expected = batch.reward[b, t, m] + (args.gamma * value if batch.goes_on[b, t, m] else 0)
         torch.testing.assert_close(ours[b, t, m], expected)
 
 

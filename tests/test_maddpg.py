@@ -159,7 +159,7 @@ def test_critic_target_is_its_definition(individual):
         next_action = F.one_hot(only[b, t + 1], 4).double()
         for m in range(ours.shape[-1]):
             value = alone(critic.critic, m)(torch.cat([batch.state[b, t + 1], *next_action]))[0]
-            expected = batch.reward[b, t, m] + (0.99 * value if batch.goes_on[b, t, m] else 0)
+            expected = batch.reward[b, t, m] + (args.gamma * value if batch.goes_on[b, t, m] else 0)
             torch.testing.assert_close(ours[b, t, m], expected)
 
 

@@ -79,7 +79,7 @@ def test_critic_target_is_its_definition(individual):
             x = torch.cat([batch.state[b, t + 1], *next_action])
             for layer in critic.critic:
                 x = layer(x) if isinstance(layer, nn.ReLU) else x @ layer.weight[m] + layer.bias[m, 0]
-            expected = batch.reward[b, t, m] + (0.99 * x[0] if batch.goes_on[b, t, m] else 0)
+            expected = batch.reward[b, t, m] + (args.gamma * x[0] if batch.goes_on[b, t, m] else 0)
             torch.testing.assert_close(ours[b, t, m], expected)
 
 

@@ -89,7 +89,7 @@ def test_critic_target_is_a_sum_over_the_agents_own_actions(individual):
             for network in (critic.critic, critic.critic2)
         ]
         value = sum(p * (min(q[a] for q in pair) - temperature[i] * p.log()) for p, a in zip(probs, legal))
-        expected = batch.reward[b, t, m] + (0.99 * value if batch.goes_on[b, t, m] else 0)
+        expected = batch.reward[b, t, m] + (args.gamma * value if batch.goes_on[b, t, m] else 0)
         torch.testing.assert_close(ours[b, t, i], expected)
 
 

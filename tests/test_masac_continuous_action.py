@@ -104,7 +104,7 @@ def test_critic_target_is_its_definition(individual):
         value = values(critic, individual, m, batch.state[b, t + 1], action[b, t])
         for i in [m] if individual else batch.survive[b, t].nonzero()[:, 0].tolist():
             value = value - TEMPERATURE[i] * log_prob[b, t, i]
-        expected = batch.reward[b, t, m] + (0.99 * value if batch.goes_on[b, t, m] else 0)
+        expected = batch.reward[b, t, m] + (args.gamma * value if batch.goes_on[b, t, m] else 0)
         torch.testing.assert_close(ours[b, t, m], expected)
 
 
