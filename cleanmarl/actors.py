@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from cleanmarl.cli import RunError, UsageError, import_optional, keep_freed_memory, seed_everything, tell
-from cleanmarl.envs import workers
+from cleanmarl.envs import check_memory, workers
+from cleanmarl.machine import ACTOR_BYTES
 
 import numpy as np
 import torch
@@ -48,6 +49,19 @@ def slot_dtype(args: Any, unroll_dtype: np.dtype) -> np.dtype:
     """What an actor hands over at once."""
     fields = [("unrolls", unroll_dtype, (args.num_envs,)), ("version", np.int64), ("actor", np.int64)]
     return np.dtype(fields, align=True)
+
+
+def check_unrolls_size(args: Any, unroll_dtype: np.dtype, replay_size: int = 0) -> None:
+    """Raise EnvError unless there is memory for actors, for what they fill, and for a replay of unrolls.
+
+    The replay is copied for each checkpoint. Actors of Ray are on any machine, and it counts cores for them.
+    """
+    if not hasattr(args, "address"):
+        check_memory(f"the processes of --num-actors {args.num_actors}", float(args.num_actors * ACTOR_BYTES))
+    slots = max(1, args.num_actors * SLOTS_PER_ACTOR) * args.num_envs
+    what = "unrolls of --num-actors x --num-envs x --unroll-length"
+    what += f" and a replay of --replay-size {replay_size}" if replay_size else ""
+    check_memory(what, float(slots + 2 * replay_size) * unroll_dtype.itemsize)
 
 
 def tensors(agent: nn.Module) -> list[torch.Tensor]:

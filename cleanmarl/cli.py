@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 from cleanmarl.envs import EnvError, WorkerError
-from cleanmarl.fast import CompileError, compile_losses
+from cleanmarl.layers import CompileError, compile_losses
 from cleanmarl.machine import gigabytes
 
 import annotated_types

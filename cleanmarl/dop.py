@@ -24,8 +24,7 @@ from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, U
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import AgentIds, StackedLinear, as_numpy
-from cleanmarl.memory import check_replay
-from cleanmarl.run import EVAL_SEED, Run
+from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 
 import numpy as np
 import torch
@@ -388,7 +387,7 @@ def main(args: Args) -> Path:
     target_critic = copy.deepcopy(critic)
     actor_optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate_actor, fused=True)
     critic_optimizer = torch.optim.Adam(critic.parameters(), lr=args.learning_rate_critic, fused=True)
-    check_replay(envs, args)
+    check_replay_size(envs, args)
     buffer = Buffer(envs, args)
 
     modules = {"agent": agent, "critic": critic, "target_critic": target_critic}

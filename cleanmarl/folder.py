@@ -1,13 +1,15 @@
 """What a run folder needs: a name of its own, a lock, second names of files, events that are read in their order."""
 
 import fcntl
+import importlib.metadata
 import os
 import shutil
 import socket
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from cleanmarl.cli import UsageError, check
 
@@ -53,6 +55,27 @@ def copy_file(path: Path, name: Path) -> None:
         temporary.replace(name)
     finally:
         temporary.unlink(missing_ok=True)  # still there if both were one file already
+
+
+def as_table(values: dict[str, Any]) -> str:
+    """A table in Markdown."""
+    rows = [f"| {key} | {str(value).replace('|', chr(92) + '|')} |" for key, value in values.items()]
+    return "\n".join(["| argument | value |", "|---|---|", *rows])
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 class EventFile:

@@ -14,11 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cleanmarl.actors import Actors
+from cleanmarl.actors import Actors, check_unrolls_size
 from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs.pool import EnvPool, envpool_spec
-from cleanmarl.fast import Bf16, use_bf16
-from cleanmarl.memory import check_unrolls
+from cleanmarl.layers import Bf16, use_bf16
 from cleanmarl.run import Run
 
 import gymnasium as gym
@@ -359,7 +358,7 @@ def main(args: Args) -> Path:
     device = set_up(args)
 
     envs = make_envs(args, 1)
-    check_unrolls(args, unroll_dtype(envs, args))
+    check_unrolls_size(args, unroll_dtype(envs, args))
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     num_updates = 0

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cleanmarl.actors import Actors
+from cleanmarl.actors import Actors, check_unrolls_size
 from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
 from cleanmarl.layers import RunningMeanStd, as_numpy
-from cleanmarl.memory import check_unrolls
 from cleanmarl.run import Run
 
 import gymnasium as gym
@@ -310,7 +309,7 @@ def main(args: Args) -> Path:
     device = set_up(args)
 
     envs = make_envs(args, 1)
-    check_unrolls(args, unroll_dtype(envs, args))
+    check_unrolls_size(args, unroll_dtype(envs, args))
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     num_updates = 0

@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from cleanmarl.actors import RayActors, connect
+from cleanmarl.actors import RayActors, check_unrolls_size, connect
 from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
 from cleanmarl.layers import as_numpy
-from cleanmarl.memory import check_unrolls
 from cleanmarl.run import Run
 
 import gymnasium as gym
@@ -321,7 +320,7 @@ def main(args: Args) -> Path | None:
     device = set_up(replace(args, device=own))
 
     envs = make_envs(args, 1)
-    check_unrolls(args, unroll_dtype(envs, args))
+    check_unrolls_size(args, unroll_dtype(envs, args))
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     num_updates, code = 0, torch.zeros(1, dtype=torch.int32, device=device)

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cleanmarl.actors import Actors
+from cleanmarl.actors import Actors, check_unrolls_size
 from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
 from cleanmarl.layers import as_numpy
-from cleanmarl.memory import check_unrolls
 from cleanmarl.run import Run
 
 import gymnasium as gym
@@ -389,7 +388,7 @@ def main(args: Args) -> Path:
     device = set_up(args)
 
     envs = make_envs(args, 1)
-    check_unrolls(args, unroll_dtype(envs, args), args.replay_size)
+    check_unrolls_size(args, unroll_dtype(envs, args), args.replay_size)
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     replay, cutter = Replay(args, unroll_dtype(envs, args)), Cutter(args)

@@ -17,10 +17,8 @@ from typing import Literal, NamedTuple
 
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.fast import compilable
-from cleanmarl.layers import AgentIds, Recurrent, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_
-from cleanmarl.memory import check_rollout
-from cleanmarl.run import Run
+from cleanmarl.layers import AgentIds, Recurrent, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_, compilable
+from cleanmarl.run import Run, check_rollout_size
 
 import numpy as np
 import torch
@@ -401,7 +399,7 @@ def main(args: Args) -> Path:
         memory=np.zeros((1, N, A, agent.actor.memory_size), np.float32),
         critic_memory=np.zeros((1, N, A, agent.critic.memory_size), np.float32),
     )
-    check_rollout(rollout)
+    check_rollout_size(rollout)
 
     num_updates = args.total_timesteps // steps_per_update
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:

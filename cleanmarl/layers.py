@@ -4,11 +4,15 @@ A stack of networks is written as one: nn.Sequential(StackedLinear(A, D, 64), nn
 every agent a network of its own, and with 1 instead of A one network serves all agents. The gradient of a sum of losses
 that share no parameter is the gradient of each, so one `backward` and one optimizer serve all of them. Networks that
 remember are Recurrent(...) instead of nn.Sequential(...), on rows of T steps of N environments.
+
+Faster forms of what torch has: `as_numpy`, a network for the few rows of an environment step; `@compilable`, a loss
+that `--compile` compiles as it stands in the script; `use_bf16`, whether convolutions are worth bfloat16 here.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -462,3 +466,58 @@ NUMPY_LAYERS = {
     StackedGRU: numpy_cell,
     StackedLSTM: numpy_cell,
 }
+
+
+Bf16 = Literal["off", "on", "auto"]
+
+# The same random numbers as without; in this process, so that nothing is left behind when a run is stopped.
+OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
+
+
+class CompileError(Exception):
+    """torch.compile does not work here: its reason in one line."""
+
+
+class Compilation:
+    """Whether functions marked with @compilable are compiled, in this process."""
+
+    wanted = False
+
+
+def compilable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of functions of tensors, such as losses: torch compiles them if it is asked for.
+
+    Gradients are compiled too. A loop is unrolled, one over hundreds of steps takes minutes: keep GAE out of it.
+    """
+    compiled = functools.cache(lambda: torch.compile(function, dynamic=False, options=OPTIONS))  # imports for seconds
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return (compiled() if Compilation.wanted else function)(*args)
+
+    return call
+
+
+def compile_losses(wanted: bool, device: torch.device) -> None:
+    """From now on functions marked with @compilable are compiled, or not. CompileError if this machine cannot."""
+    Compilation.wanted = False
+    if wanted:
+        try:
+            torch.compile(torch.sin, options=OPTIONS)(torch.ones(8, device=device))
+        except Exception as error:  # of whatever part: Dynamo, Inductor, Triton, the compiler
+            raise CompileError(next(line for line in str(error).splitlines() if line.strip())) from error
+    Compilation.wanted = wanted
+
+
+def use_bf16(args: Any) -> bool:
+    """Whether --bf16 asks for bfloat16; "auto": if --device is made for it, else it would be slower.
+
+    That are GPUs from compute capability 8.0 on, and CPUs with AVX512-BF16 or AMX.
+    """
+    device = torch.device(args.device)
+    if args.bf16 != "auto":
+        return args.bf16 == "on"
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    cpu = torch.cpu.get_capabilities()
+    return device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))

@@ -21,8 +21,7 @@ from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, U
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import AgentIds, StackedLinear, as_numpy, clip_grad_norms_
-from cleanmarl.memory import check_replay
-from cleanmarl.run import EVAL_SEED, Run
+from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 
 import numpy as np
 import torch
@@ -344,7 +343,7 @@ def main(args: Args) -> Path:
     actor_optimizer = optimizer_class(agent.parameters(), lr=args.learning_rate_actor, fused=True)
     critic_optimizer = optimizer_class(critic.parameters(), lr=args.learning_rate_critic, fused=True)
     targets, optimizers = (target_agent, target_critic), (actor_optimizer, critic_optimizer)
-    check_replay(envs, args)
+    check_replay_size(envs, args)
     buffer = Buffer(envs, args)
 
     modules = {"agent": agent, "critic": critic, "target_agent": target_agent, "target_critic": target_critic}

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
-from cleanmarl.fast import Bf16, compilable, use_bf16
-from cleanmarl.memory import check_rollout
-from cleanmarl.run import Run
+from cleanmarl.layers import Bf16, compilable, use_bf16
+from cleanmarl.run import Run, check_rollout_size
 
 import gymnasium as gym
 import numpy as np
@@ -353,7 +352,7 @@ def main(args: Args) -> Path:
         done=np.zeros((T, N), bool),
         value=np.zeros((T, N), np.float32),
     )
-    check_rollout(rollout)
+    check_rollout_size(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:

@@ -21,10 +21,8 @@ from typing import NamedTuple
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
 from cleanmarl.envs.pool import EnvPool
-from cleanmarl.fast import compilable
-from cleanmarl.layers import as_numpy
-from cleanmarl.memory import check_rollout
-from cleanmarl.run import Run
+from cleanmarl.layers import as_numpy, compilable
+from cleanmarl.run import Run, check_rollout_size
 
 import gymnasium as gym
 import numpy as np
@@ -352,7 +350,7 @@ def main(args: Args) -> Path:
         reward=np.zeros((T, N), np.float32),
         done=np.zeros((T, N), bool),
     )
-    check_rollout(rollout)
+    check_rollout_size(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:

@@ -26,9 +26,8 @@ from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, Positiv
 from cleanmarl.envs import EpisodeStatistics, env_seeds
 from cleanmarl.envs.pool import envpool_spec
 from cleanmarl.evaluate import evaluate
-from cleanmarl.fast import Bf16, compilable, use_bf16
-from cleanmarl.memory import check_rollout
-from cleanmarl.run import EVAL_SEED, Run
+from cleanmarl.layers import Bf16, compilable, use_bf16
+from cleanmarl.run import EVAL_SEED, Run, check_rollout_size
 
 import gymnasium as gym
 import numpy as np
@@ -482,7 +481,7 @@ def main(args: Args) -> Path:
         learns=np.zeros((T, N), bool),
         value=np.zeros((T, N), np.float32),
     )
-    check_rollout(rollout)
+    check_rollout_size(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer, pool=pool) as run:

@@ -27,8 +27,7 @@ from cleanmarl.cli import PositiveFloat, PositiveInt, RunArgs, UnitFloat, check,
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import AgentIds, Recurrent, as_numpy
-from cleanmarl.memory import check_replay
-from cleanmarl.run import EVAL_SEED, Run
+from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 
 import numpy as np
 import torch
@@ -365,7 +364,7 @@ def main(args: Args) -> Path:
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
     else:
         optimizer = torch.optim.RMSprop(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    check_replay(envs, args)
+    check_replay_size(envs, args)
     buffer = Buffer(envs, args)
 
     modules = {"agent": agent, "target_agent": target_agent, "optimizer": optimizer}

@@ -14,13 +14,11 @@ while a process writes into the folder.
 
 import dataclasses
 import gc
-import importlib.metadata
 import json
 import math
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -45,10 +43,11 @@ from cleanmarl.checkpoint import (
     write_checkpoint,
 )
 from cleanmarl.cli import RunError, UsageError, check, import_optional, load_args, read_run, run_folder, tell
-from cleanmarl.envs import EnvError, WorkerError
+from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError, check_memory
 from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
 from cleanmarl.finite import find_bad, find_bad_episode
-from cleanmarl.folder import EventFile, copy_file, lock_folder, new_folder
+from cleanmarl.folder import EventFile, as_table, copy_file, git_commit, lock_folder, new_folder, version
+from cleanmarl.machine import too_large
 
 import numpy as np
 from tqdm import tqdm
@@ -125,8 +124,8 @@ class Run:
             "folder": str(Path.cwd()),
             "args": dataclasses.asdict(args),
             "command": sys.argv,
-            "versions": {"python": sys.version.split()[0]} | {package: _version(package) for package in packages},
-            "git_commit": _git_commit(),
+            "versions": {"python": sys.version.split()[0]} | {package: version(package) for package in packages},
+            "git_commit": git_commit(),
         }
         self.folder = Path(args.runs_dir, name)
         try:
@@ -490,12 +489,6 @@ class Run:
         self.last_checkpoint, self.playing = self.step, checkpoint.get("playing")
 
 
-def as_table(values: dict[str, Any]) -> str:
-    """A table in Markdown."""
-    rows = [f"| {key} | {str(value).replace('|', chr(92) + '|')} |" for key, value in values.items()]
-    return "\n".join(["| argument | value |", "|---|---|", *rows])
-
-
 def _login() -> Any:
     """The package wandb, logged in (or offline, if WANDB_MODE says so); UsageError if it cannot be."""
     wandb = import_optional("wandb", "--track")
@@ -516,16 +509,30 @@ def _cause(error: BaseException | None) -> str:
     return reason
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def check_rollout_size(rollout: tuple) -> None:
+    """Raise EnvError unless there is memory for a rollout and the shuffled copy of it that is learned from.
+
+    Arrays of zeros, as a rollout is at first, take memory only when they are written.
+    """
+    check_memory("a rollout of --num-envs x --num-steps", 2 * sum(x.nbytes for x in rollout))
 
 
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def check_replay_size(envs: MultiAgentVectorEnv, args: Any) -> None:
+    """Raise EnvError unless there is memory for a replay buffer of `args.buffer_size` whole episodes, and steps.
+
+    With --save-buffer it is copied for each checkpoint. Where `envs` do not say how long an episode may be, a line
+    tells what the buffer may take at most.
+    """
+    message = f"--total-timesteps {args.total_timesteps} ends before there are --batch-size {args.batch_size} episodes"
+    check(args.total_timesteps >= args.batch_size, message)  # of a step or more
+    spaces, (A, K) = (envs.single_observation_space, envs.single_state_space), envs.real_actions.shape
+    one_step = sum(math.prod(space.shape) * np.dtype(space.dtype).itemsize for space in spaces)  # what is seen,
+    one_step += A * (K + 4 * K + 4 * 4)  # masks and actions, and four numbers of each agent: reward, alive and so on
+    limit = envs.time_limit or args.total_timesteps
+    longest, copies = min(args.buffer_size * limit, args.total_timesteps), 2 if args.save_buffer else 1
+    what = f"a replay buffer of --buffer-size {args.buffer_size} episodes of {limit} steps"
+    what += " and its copy for a checkpoint (--no-save-buffer needs none)" if args.save_buffer else ""
+    if envs.time_limit:
+        check_memory(what, copies * one_step * longest)
+    elif warning := too_large(what, copies * one_step * longest):
+        tell(f"if episodes were as long as the run, {warning}", sys.stderr)

@@ -23,8 +23,18 @@ from types import SimpleNamespace
 
 from cleanmarl import enjoy, impala_replay, ippo_per_agent, ppo
 from cleanmarl.cli import RunArgs, UsageError, launch, tell
-from cleanmarl.memory import check_replay, check_rollout
-from cleanmarl.run import FORMAT, NonFiniteError, Run, WriteError, load_checkpoint, not_finite, write_checkpoint
+from cleanmarl.envs import EnvError
+from cleanmarl.run import (
+    FORMAT,
+    NonFiniteError,
+    Run,
+    WriteError,
+    check_replay_size,
+    check_rollout_size,
+    load_checkpoint,
+    not_finite,
+    write_checkpoint,
+)
 
 import gymnasium as gym
 import numpy as np
@@ -832,9 +842,9 @@ def huge(*shape: int) -> np.ndarray:
 
 
 def test_rollouts_that_no_memory_holds_are_named_with_their_gigabytes():
-    check_rollout((np.zeros(9), torch.zeros(9)))
-    with pytest.raises(UsageError, match=r"^a rollout of --num-envs x --num-steps would take 7,450,580\.6 GiB"):
-        check_rollout((huge(10**9, 10**6), np.zeros(9)))
+    check_rollout_size((np.zeros(9), torch.zeros(9)))
+    with pytest.raises(EnvError, match=r"^a rollout of --num-envs x --num-steps would take 7,450,580\.6 GiB"):
+        check_rollout_size((huge(10**9, 10**6), np.zeros(9)))
 
 
 def test_replays_that_no_memory_holds_are_named_with_their_gigabytes(capsys):
@@ -843,17 +853,17 @@ def test_replays_that_no_memory_holds_are_named_with_their_gigabytes(capsys):
     envs = SimpleNamespace(single_observation_space=box[0], single_state_space=box[1], real_actions=np.ones((8, 5)))
     envs.time_limit = 500
     args = SimpleNamespace(buffer_size=5000 * 10**6, batch_size=9, total_timesteps=10**15, save_buffer=False)
-    with pytest.raises(UsageError, match=r"episodes of 500 steps would take 18,868,\d+\.\d GiB of memory, and "):
-        check_replay(envs, args)
+    with pytest.raises(EnvError, match=r"episodes of 500 steps would take 18,868,\d+\.\d GiB of memory, and "):
+        check_replay_size(envs, args)
     args.save_buffer = True
-    with pytest.raises(UsageError, match=r"--no-save-buffer needs none\) would take 37,737,\d+\.\d GiB"):
-        check_replay(envs, args)
+    with pytest.raises(EnvError, match=r"--no-save-buffer needs none\) would take 37,737,\d+\.\d GiB"):
+        check_replay_size(envs, args)
     args.total_timesteps = 10**4  # more will never be in it
-    check_replay(envs, args)
+    check_replay_size(envs, args)
     with pytest.raises(UsageError, match=r"^--total-timesteps 8 ends before there are --batch-size 9 episodes$"):
-        check_replay(envs, SimpleNamespace(**vars(args) | {"total_timesteps": 8}))
+        check_replay_size(envs, SimpleNamespace(**vars(args) | {"total_timesteps": 8}))
     envs.time_limit, args.total_timesteps = None, 10**15  # nobody knows: a warning
-    check_replay(envs, args)
+    check_replay_size(envs, args)
     assert capsys.readouterr().err.startswith("if episodes were as long as the run, a replay buffer of --buffer-size ")
 
 
@@ -891,5 +901,5 @@ def test_every_script_asks_whether_there_is_memory():
     scripts = [path for path in FOLDER.glob("*.py") if "    env_id: str = " in path.read_text()]
     assert len(scripts) > 30
     for path in scripts:
-        calls = re.findall(r"^    check_(rollout|replay|unrolls)\(", path.read_text(), re.MULTILINE)
+        calls = re.findall(r"^    check_(rollout|replay|unrolls)_size\(", path.read_text(), re.MULTILINE)
         assert len(calls) == 1, path

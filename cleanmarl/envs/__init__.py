@@ -62,7 +62,7 @@ BATCHED_BYTES = 100  # the same where a family steps all of them at once, withou
 
 
 class EnvError(ValueError):
-    """A wish that no environment can meet: unknown id, missing package, illegal action. One line for the user."""
+    """A wish that cannot be met, in one line: unknown id, missing package, illegal action, too little memory."""
 
 
 class WorkerError(RuntimeError):

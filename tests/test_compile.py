@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 from cleanmarl import impala_atari_envpool, ppo, ppo_atari, ppo_atari_lstm, ppo_procgen, ppo_selfplay
-from cleanmarl.fast import compilable, compile_losses, use_bf16
+from cleanmarl.layers import compilable, compile_losses, use_bf16
 from cleanmarl.run import load_checkpoint
 
 import gymnasium as gym
