@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
-from cleanmarl.envs import EpisodeStatistics, env_seeds
-from cleanmarl.envs.pool import envpool_spec
+from cleanmarl.envs.pool import GAMES, Against, Games, envpool_spec
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import Bf16, compilable, use_bf16
 from cleanmarl.run import EVAL_SEED, Run, check_rollout_size
@@ -33,11 +32,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-from gymnasium.vector import AutoresetMode
-
-GAMES = ("ConnectFour-v1", "TicTacToe-v1", "Othello-v1", "Hex-v1", "AnimalShogi-v1", "GardnerChess-v1", "Chess-v1")
-GAMES += ("Shogi-v1", "Go9x9-v1", "Go13x13-v1", "Go19x19-v1")
-GAMES += ("ChineseGo9x9-v1", "ChineseGo13x13-v1", "ChineseGo19x19-v1")
 
 
 @dataclass
@@ -92,92 +86,6 @@ class Args(OnPolicyArgs):
     """games against each opponent in a match, with sampled moves"""
     bf16: Bf16 = "off"
     """convolutions in bfloat16: "auto" where the machine is made for it, a GPU or a CPU with AVX512-BF16 or AMX"""
-
-
-class Games(gym.vector.VectorEnv):
-    """N games of one id, all of which make a move in each step; obs (N, D) is as the player to move sees it.
-
-    An observation is the board (height, width, planes), flattened, and then the mask of legal moves. The reward (N,) is
-    player 0's; player 1's is minus that. info["player"] (N,) is who moves: 0, 1, or -1 after the end of a game, where
-    the next step only begins a new one, whatever the action (envpool 1.2.5 hangs if some of such games are stepped
-    without the others). Who begins is drawn for each game. info["action_mask"] (N, K) is the mask, True = legal.
-    """
-
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
-
-    def __init__(self, env_id: str, num_envs: int, render_mode: str | None = None):
-        spec = envpool_spec(env_id)
-        self.env_id, self.num_envs, self.render_mode, self.pool = env_id, num_envs, render_mode, None
-        self.single_action_space, self.board_shape = spec.gymnasium_action_space, spec.gymnasium_observation_space.shape
-        size = int(np.prod(self.board_shape) + self.single_action_space.n)
-        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        """Begin a game everywhere; without a seed, each environment's sequence of games goes on."""
-        import envpool  # takes a second
-
-        if seed is None and self.pool is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
-        if seed is not None:  # envpool takes seeds only when it is built
-            self.close_extras()
-            seeds = [s % 2**31 for s in env_seeds(seed, self.num_envs)]
-            # More threads than one would mix up the order of the environments in envpool 1.2.5.
-            options = {"num_envs": self.num_envs, "num_threads": 1, "render_mode": self.render_mode}
-            self.pool = envpool.make(self.env_id, "gymnasium", seed=seeds, **options)
-        self.statistics = EpisodeStatistics(self.num_envs, 1)
-        self.done = np.zeros(self.num_envs, bool)
-        return self.seen(*self.pool.reset())
-
-    def step(self, action: np.ndarray):
-        """A move in every game; info["episode"] tells player 0's result and the number of moves."""
-        begins = self.done
-        obs, reward, termination, truncation, info = self.pool.step(action)
-        self.done = termination | truncation
-        reward = reward[::2]
-        obs, info = self.seen(obs, info)
-        self.statistics.add(reward[:, None])
-        self.statistics.lengths[begins] = 0  # that was no move
-        if self.done.any():
-            self.statistics.end(self.done, info)
-            info["episode"]["r"] = info["episode"]["r"][:, 0]
-        return obs, reward, termination, truncation, info
-
-    def seen(self, views: np.ndarray, info: dict) -> tuple[np.ndarray, dict]:
-        """Observation and info of envpool's: views (2N, ...) has a row for each player of each game."""
-        player, mask = info["current_player"], info["legal_action_mask"]
-        view = views[2 * np.arange(self.num_envs) + player].reshape(self.num_envs, -1)
-        info = {"player": np.where(self.done, -1, player), "action_mask": mask}
-        return np.concatenate([view, mask], axis=1, dtype=np.float32), info
-
-    def render(self) -> np.ndarray:
-        """Frame (height, width, 3) uint8 of environment 0, with render_mode="rgb_array"; "human" shows it."""
-        frames = self.pool.render()
-        return None if frames is None else frames[0]
-
-    def close_extras(self, **kwargs) -> None:
-        if self.pool is not None:
-            self.pool.close()
-            self.pool = None
-
-
-class Against(gym.vector.VectorWrapper):
-    """The games for player 0 alone: where player 1 moves, `opponent` does, a function of (obs, info, done)."""
-
-    def __init__(self, envs: Games, opponent):
-        super().__init__(envs)
-        self.opponent = opponent
-
-    def reset(self, **kwargs):
-        self.last = *super().reset(**kwargs), np.ones(self.num_envs, bool)
-        return self.last[:2]
-
-    def step(self, action: np.ndarray):
-        action = np.where(self.last[1]["player"] == 1, self.opponent(*self.last), action)
-        obs, reward, termination, truncation, info = super().step(action)
-        self.last = obs, info, termination | truncation
-        return obs, reward, termination, truncation, info
 
 
 def random_policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:

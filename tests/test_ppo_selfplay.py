@@ -8,12 +8,11 @@ from pathlib import Path
 from cleanmarl import enjoy, ppo_selfplay
 from cleanmarl.cli import UsageError, set_up
 from cleanmarl.envs import EnvError
+from cleanmarl.envs.pool import Against, Games
 from cleanmarl.evaluate import evaluate
 from cleanmarl.ppo_selfplay import (
-    Against,
     Agent,
     Args,
-    Games,
     PastSelves,
     collect,
     elo_of,

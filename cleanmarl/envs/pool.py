@@ -12,6 +12,11 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+# of two players, zero-sum, with perfect information
+GAMES = ["ConnectFour-v1", "TicTacToe-v1", "Othello-v1", "Hex-v1", "AnimalShogi-v1", "GardnerChess-v1", "Chess-v1"]
+GAMES += ["Shogi-v1", "Go9x9-v1", "Go13x13-v1", "Go19x19-v1"]
+GAMES += ["ChineseGo9x9-v1", "ChineseGo13x13-v1", "ChineseGo19x19-v1"]
+
 
 def envpool_spec(env_id: str, **options):
     """What envpool knows of an id: its `config` (options and their defaults) and spaces.
@@ -58,7 +63,8 @@ class EnvPool(gym.vector.VectorEnv):
         check_memory(f"{env_id}: what {num_envs:,} environments show", 3.0 * num_envs * size)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        options |= {"num_envs": num_envs, "num_threads": min(num_envs, os.cpu_count() or 1), "render_mode": render_mode}
+        options = {"num_threads": min(num_envs, os.cpu_count() or 1)} | options
+        options |= {"num_envs": num_envs, "render_mode": render_mode}
         self.new_pool = functools.partial(envpool.make, env_id, "gymnasium", **options)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
@@ -105,3 +111,67 @@ def replace(batch, rows: np.ndarray, new):
     batch = batch.copy()
     batch[rows] = new
     return batch
+
+
+class Games(EnvPool):
+    """N games of one id, all of which make a move in each step; obs (N, D) is as the player to move sees it.
+
+    An observation is the board (height, width, planes), flattened, and then the mask of legal moves. The reward (N,) is
+    player 0's; player 1's is minus that. info["player"] (N,) is who moves: 0, 1, or -1 after the end of a game, where
+    the next step only begins a new one, whatever the action (envpool 1.2.5 hangs if some of such games are stepped
+    without the others). Who begins is drawn for each game. info["action_mask"] (N, K) is the mask, True = legal.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+    def __init__(self, env_id: str, num_envs: int, render_mode: str | None = None):
+        # More threads than one would mix up the order of the environments in envpool 1.2.5.
+        super().__init__(env_id, num_envs, render_mode, num_threads=1)
+        self.env_id, self.board_shape = env_id, self.single_observation_space.shape
+        size = gym.spaces.flatdim(self.single_observation_space) + gym.spaces.flatdim(self.single_action_space)
+        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        """Begin a game everywhere; without a seed, each environment's sequence of games goes on."""
+        self.done = np.zeros(self.num_envs, bool)
+        return self.seen(*super().reset(seed=seed))
+
+    def step(self, action: np.ndarray):
+        """A move in every game; info["episode"] tells player 0's result and the number of moves."""
+        begins = self.done
+        obs, reward, termination, truncation, info = self.pool.step(action)
+        self.done = termination | truncation
+        reward = reward[::2]
+        obs, info = self.seen(obs, info)
+        self.statistics.add(reward[:, None])
+        self.statistics.lengths[begins] = 0  # that was no move
+        if self.done.any():
+            self.statistics.end(self.done, info)
+            info["episode"]["r"] = info["episode"]["r"][:, 0]
+        return obs, reward, termination, truncation, info
+
+    def seen(self, views: np.ndarray, info: dict) -> tuple[np.ndarray, dict]:
+        """Observation and info of envpool's: views (2N, ...) has a row for each player of each game."""
+        player, mask = info["current_player"], info["legal_action_mask"]
+        view = views[2 * np.arange(self.num_envs) + player].reshape(self.num_envs, -1)
+        info = {"player": np.where(self.done, -1, player), "action_mask": mask}
+        return np.concatenate([view, mask], axis=1, dtype=np.float32), info
+
+
+class Against(gym.vector.VectorWrapper):
+    """The games for player 0 alone: where player 1 moves, `opponent` does, a function of (obs, info, done)."""
+
+    def __init__(self, envs: Games, opponent):
+        super().__init__(envs)
+        self.opponent = opponent
+
+    def reset(self, **kwargs):
+        self.last = *super().reset(**kwargs), np.ones(self.num_envs, bool)
+        return self.last[:2]
+
+    def step(self, action: np.ndarray):
+        action = np.where(self.last[1]["player"] == 1, self.opponent(*self.last), action)
+        obs, reward, termination, truncation, info = super().step(action)
+        self.last = obs, info, termination | truncation
+        return obs, reward, termination, truncation, info
