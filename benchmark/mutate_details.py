@@ -127,7 +127,7 @@ MUTATIONS = [
     ("mappo-5", "ippo", "torch.max(value_error, clipped_error)", "torch.min(value_error, clipped_error)"),
     ("mappo-6", "ippo", "advantage = advantage - agent.mean(advantage, alive)", "pass"),
     ("mappo-6", "ippo", " / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)", ""),
-    ("mappo-7", "ippo", "clip_grad_norms_(agent, args.max_grad_norm)", ONE_NORM),
+    ("mappo-7", "ippo", "clip_grads_(agent, args.max_grad_norm)", ONE_NORM),
     ("mappo-8", "ippo", "x[order].split(", "torch.stack([x[order.roll(a), a] for a in range(x.shape[1])], 1).split("),
     ("mappo-8", "ippo_lstm", ".unflatten(0, (-1, num_envs))[:, order]", "[order.repeat(len(x) // num_envs)][None]"),
     ("mappo-2", "mappo", "self.critic((state, obs", "self.critic((0 * state, obs"),

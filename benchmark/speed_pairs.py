@@ -233,7 +233,7 @@ PAIRS = [
             ),
             steps=262_144,
             peer="bash benchmark/peers/jaxmarl.sh {peers} IPPO/ippo_ff_mpe {steps} {seed} TOTAL_TIMESTEPS=40960",
-            peer_steps=327_680,
+            peer_steps=655_360,
             settings="simple_spread, JaxMARL's settings: 16 environments x 128 steps, 4 epochs x 4 minibatches, two "
             "networks 64-64 with tanh, shared by the agents, Adam 2.5e-4 that falls to 0, clip 0.2, entropy 0.01, "
             "gradients clipped at 0.5, a time limit is an end",

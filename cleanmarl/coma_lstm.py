@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, Recurrent, StackedLinear, as_numpy, clip_grad_norms_, compilable
+from cleanmarl.layers import AgentIds, Recurrent, StackedLinear, Tanh, as_numpy, clip_grads_, compilable
 from cleanmarl.run import Run, check_rollout_size
 
 import numpy as np
@@ -100,9 +100,9 @@ class Agent(nn.Module):
         self.actor = Recurrent(
             ids,
             layer_init(StackedLinear(M, obs_size, hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, hidden, hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(Recurrent.CELLS[args.cell](M, hidden, hidden), std=1.0),
             layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
         )
@@ -111,9 +111,9 @@ class Agent(nn.Module):
             nn.Sequential(
                 ids,
                 layer_init(StackedLinear(M, envs.state_size + A * K + obs_size, critic_hidden)),
-                nn.Tanh(),
+                Tanh(),
                 layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
-                nn.Tanh(),
+                Tanh(),
                 layer_init(StackedLinear(M, critic_hidden, K), std=1.0),
             )
             for _ in range(2)
@@ -345,13 +345,13 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, num_upd
         loss = critic_loss(agent, Batch(*step, batch.memory))
         optimizer.zero_grad()
         loss.sum().backward()
-        norms.append(clip_grad_norms_(agent, args.max_grad_norm)["critic"])
+        norms.append(clip_grads_(agent, args.max_grad_norm)["critic"])
         optimizer.step()  # what has no gradient is left alone
         losses.append(loss.detach().mean())
     loss, stats = actor_loss(agent, batch, args)
     optimizer.zero_grad()
     loss.backward()
-    stats["actor_gradients"] = clip_grad_norms_(agent, args.max_grad_norm)["actor"]
+    stats["actor_gradients"] = clip_grads_(agent, args.max_grad_norm)["actor"]
     optimizer.step()
     stats |= {"value_loss": torch.stack(losses).mean(), "critic_gradients": torch.stack(norms).mean()}
     return {f"train/{name}": x for name, x in stats.items()}

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_, compilable
+from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, Tanh, as_numpy, clip_grads_, compilable
 from cleanmarl.run import Run, check_rollout_size
 
 import numpy as np
@@ -130,7 +130,7 @@ class Agent(nn.Module):
         obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
         # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
         ids = AgentIds(A) if args.share_parameters else nn.Identity()
-        activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
+        activation = {"tanh": Tanh, "relu": nn.ReLU}[args.activation]
         self.actor = nn.Sequential(
             ids,
             layer_init(StackedLinear(M, obs_size, hidden)),
@@ -371,7 +371,7 @@ def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, bat
                     (loss + value_loss.sum()).backward()
                 else:
                     loss.backward(inputs=list(agent.actor.parameters()))
-                norms |= clip_grad_norms_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
+                norms |= clip_grads_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
                 actors.take_gradients(active=[turn])
                 optimizer.step()
                 stats |= {"value_loss": value_loss.detach().mean()}

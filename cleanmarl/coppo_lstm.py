@@ -30,8 +30,9 @@ from cleanmarl.layers import (
     Recurrent,
     RunningMeanStd,
     StackedLinear,
+    Tanh,
     as_numpy,
-    clip_grad_norms_,
+    clip_grads_,
     compilable,
 )
 from cleanmarl.run import Run, check_rollout_size
@@ -149,7 +150,7 @@ class Agent(nn.Module):
         obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
         # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
         ids = AgentIds(A) if args.share_parameters else nn.Identity()
-        activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
+        activation = {"tanh": Tanh, "relu": nn.ReLU}[args.activation]
         self.actor = Recurrent(
             ids,
             layer_init(StackedLinear(M, obs_size, hidden)),
@@ -418,7 +419,7 @@ def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, bat
                     (loss + value_loss.sum()).backward()
                 else:
                     loss.backward(inputs=list(agent.actor.parameters()))
-                norms |= clip_grad_norms_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
+                norms |= clip_grads_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
                 actors.take_gradients(active=[turn])
                 optimizer.step()
                 stats |= {"value_loss": value_loss.detach().mean()}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_, compilable
+from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, Tanh, as_numpy, clip_grads_, compilable
 from cleanmarl.run import Run, check_rollout_size
 
 import numpy as np
@@ -127,18 +127,18 @@ class Agent(nn.Module):
             self.obs_stats,
             ids,
             layer_init(StackedLinear(M, obs_size, hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, hidden, hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: the mean is about 0 at first
         )
         self.critic = nn.Sequential(
             self.obs_stats,
             ids,
             layer_init(StackedLinear(M, obs_size, critic_hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         # detail continuous-2: the log standard deviation is a parameter, the same in every state, 0 at first
@@ -361,7 +361,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
             loss, stats = ippo_loss(agent, minibatch, args)
             optimizer.zero_grad()
             loss.backward()
-            norms = clip_grad_norms_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
+            norms = clip_grads_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
             optimizer.step()
             all_stats.append(stats | {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]})
     metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}

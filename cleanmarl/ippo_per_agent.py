@@ -26,7 +26,7 @@ from cleanmarl.cli import (
     set_up,
 )
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, as_numpy, compilable
+from cleanmarl.layers import AgentIds, Networks, RunningMeanStd, StackedLinear, Tanh, as_numpy, compilable
 from cleanmarl.run import Run, check_rollout_size
 
 import numpy as np
@@ -126,18 +126,18 @@ class Agent(nn.Module):
             self.obs_stats,
             ids,
             layer_init(StackedLinear(M, obs_size, hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, hidden, hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
         )
         self.critic = nn.Sequential(
             self.obs_stats,
             ids,
             layer_init(StackedLinear(M, obs_size, critic_hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
-            nn.Tanh(),
+            Tanh(),
             layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         self.value_stats = RunningMeanStd(M, 1) if args.normalize_value else None

@@ -57,6 +57,32 @@ class StackedLinear(nn.Module):
         return weight.split([part.shape[-1] for part in parts], dim=1)
 
 
+class Tanh(nn.Tanh):
+    """nn.Tanh for many rows: NumPy takes a tenth of the time that torch takes on the CPU, with the same gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_program = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if is_program or x.device.type != "cpu" or x.dtype != torch.float32:
+            return super().forward(x)
+        return NumPyTanh.apply(x)
+
+
+class NumPyTanh(torch.autograd.Function):
+    """For float32 on the CPU."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        np.tanh(x.detach().numpy(), out=y.numpy())
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(gradient, y)  # gradient (1 - y^2)
+
+
 class AgentIds(nn.Module):
     """Appends a one-hot id to what an agent sees, (..., A, D) -> (..., A, D + A): it tells agents of one network apart.
 
@@ -256,7 +282,7 @@ class Recurrent(nn.Sequential):
         return x, memories[0] if len(memories) == 1 else torch.cat(memories, -1)
 
 
-def clip_grad_norms_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
+def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
     """Clip the gradient of every child of `agent` by its own norm; of a stack, that of each of its M networks.
 
     A max_norm of infinity only measures.
@@ -459,6 +485,7 @@ NUMPY_LAYERS = {
     nn.Linear: numpy_linear,
     nn.Identity: lambda layer: lambda x: x,
     nn.Tanh: lambda layer: np.tanh,
+    Tanh: lambda layer: np.tanh,
     nn.ReLU: lambda layer: lambda x: np.maximum(x, 0),
     StackedLinear: numpy_stacked_linear,
     AgentIds: numpy_ids,
@@ -470,8 +497,9 @@ NUMPY_LAYERS = {
 
 Bf16 = Literal["off", "on", "auto"]
 
-# The same random numbers as without; in this process, so that nothing is left behind when a run is stopped.
-OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1}
+# The same random numbers as without; in this process, so that nothing is left behind when a run is stopped; tanh as
+# what it is of exp, in a third of the time.
+OPTIONS: dict[str, Any] = {"fallback_random": True, "compile_threads": 1, "cpp.use_decompose_tanh": True}
 
 
 class CompileError(Exception):

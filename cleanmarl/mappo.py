@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grad_norms_, compilable
+from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, Tanh, as_numpy, clip_grads_, compilable
 from cleanmarl.run import Run, check_rollout_size
 
 import numpy as np
@@ -119,7 +119,7 @@ class Agent(nn.Module):
         obs_size = envs.single_observation_space.shape[-1] + (A if args.share_parameters else 0)
         # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
         ids = AgentIds(A) if args.share_parameters else nn.Identity()
-        activation = {"tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
+        activation = {"tanh": Tanh, "relu": nn.ReLU}[args.activation]
         self.actor = nn.Sequential(
             ids,
             layer_init(StackedLinear(M, obs_size, hidden)),
@@ -331,7 +331,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: A
             loss, stats = mappo_loss(agent, minibatch, args)
             optimizer.zero_grad()
             loss.backward()
-            norms = clip_grad_norms_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
+            norms = clip_grads_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
             optimizer.step()
             all_stats.append(stats | {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]})
     metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}

@@ -24,7 +24,7 @@ from typing import Annotated, Literal, NamedTuple
 from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import AgentIds, StackedLinear, as_numpy, clip_grad_norms_
+from cleanmarl.layers import AgentIds, StackedLinear, as_numpy, clip_grads_
 from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 
 import numpy as np
@@ -344,7 +344,7 @@ def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optim
     """One step of the network down the gradient of the loss; returns its children's norms before clipping."""
     optimizer.zero_grad()
     loss.backward(inputs=list(network.parameters()))  # the actor's loss goes through the critics and leaves them alone
-    norms = clip_grad_norms_(network, max_norm if max_norm > 0 else math.inf)
+    norms = clip_grads_(network, max_norm if max_norm > 0 else math.inf)
     optimizer.step()
     return norms
 

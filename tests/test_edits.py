@@ -29,7 +29,7 @@ KEEP_RATIOS = [
     # policies that differ from one observation to another from the start on (a trunk shared with V-trace starts so)
     (r"(std=|actor\.weight, )(?:0\.01|1\.0)\)", r"\g<1>1.0)"),
 ]
-ACTIVATION = [(r"(?<!: )\b(nn\.Tanh|nn\.ReLU|activation)\(\)", "nn.GELU()")]
+ACTIVATION = [(r"(?<!: )\b(nn\.Tanh|Tanh|nn\.ReLU|activation)\(\)", "nn.GELU()")]
 LAYERS = [(HIDDEN, r"\1\2\1nn.LayerNorm(\3),\4\5,\1nn.Linear(\3, \3),\4nn.SiLU(),")]
 HEADS = [
     (

@@ -9,8 +9,9 @@ from cleanmarl.layers import (
     StackedGRU,
     StackedLinear,
     StackedLSTM,
+    Tanh,
     as_numpy,
-    clip_grad_norms_,
+    clip_grads_,
 )
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_each_network_is_clipped_by_its_own_norm(max_norm):
     agent, x = Agent(), torch.randn(9, A, D) * torch.tensor([1.0, 30.0, 300.0])[:, None]
     (agent.actor(x).sum() + 0.01 * agent.critic(x).sum() + (agent.log_std * 5).sum()).backward()
     before = {p: p.grad.clone() for p in agent.parameters() if p.grad is not None}
-    norms = clip_grad_norms_(agent, max_norm)
+    norms = clip_grads_(agent, max_norm)
 
     groups = [[(p, m) for layer in agent.actor[::2] for p in layer.parameters()] for m in range(A)]
     groups += [[(p, slice(None)) for p in agent.actor[1].parameters()]]  # what the stacked networks share
@@ -162,6 +163,33 @@ def test_the_last_state_alone_is_the_last_of_all_states(num_networks):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (), (7,), (600, A, H)])
+def test_tanh_and_its_gradients_are_those_of_float64(shape):
+    x = 4 * torch.randn(shape)
+    if x.ndim == 3:
+        x[0, 0, :6] = torch.tensor([0.0, -0.0, 1e-40, 50.0, torch.inf, -torch.inf])
+        x = x.transpose(1, 2)  # of any layout
+    weight, results = torch.randn(x.shape), []
+    for inputs in (x.clone().requires_grad_(), x.double().requires_grad_()):
+        y = Tanh()(inputs)
+        (gradient,) = torch.autograd.grad((y * weight).sum(), inputs, create_graph=True)
+        (second,) = torch.autograd.grad((gradient * weight).sum(), inputs)
+        results.append([part.detach().double() for part in (y, gradient, second)])
+    for ours, exact, atol in zip(*results, (2e-7, 2e-6, 2e-5)):
+        torch.testing.assert_close(ours, exact, atol=atol, rtol=0)
+    assert Tanh()(torch.tensor([torch.nan])).isnan().all() and Tanh()(x).dtype == torch.float32
+    with torch.no_grad():
+        assert not Tanh()(x.requires_grad_()).requires_grad
+
+
+def test_tanh_goes_through_torch_where_it_is_not_numpys():
+    for dtype in (torch.bfloat16, torch.float64):
+        x = torch.randn(9, dtype=dtype)
+        assert torch.equal(Tanh()(x), x.tanh())
+    program = torch.export.export(nn.Sequential(Tanh()), (torch.randn(2, 3),))
+    assert "aten.tanh" in str(program.graph)
+
+
 class LoudTanh(nn.Tanh):
     """Looks like a layer that NumPy knows, and is not."""
 
@@ -182,6 +210,7 @@ def patched(layer):
 
 KNOWN = {
     "tanh": nn.Tanh,
+    "fast tanh": Tanh,
     "relu": nn.ReLU,
     "identity": nn.Identity,
     "linear": lambda: nn.Linear(H, H),

@@ -5,7 +5,7 @@ import sys
 from cleanmarl import enjoy, mappo
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import AgentIds, StackedLinear
+from cleanmarl.layers import AgentIds, StackedLinear, Tanh
 from cleanmarl.run import load_checkpoint
 
 import numpy as np
@@ -98,7 +98,7 @@ def test_actions_are_samples_of_the_policy_that_learns(shared, activation, team)
     envs = mappo.make_envs(args, 1)
     agent = mappo.Agent(envs, args)
     kinds = [type(layer) for network in (agent.actor, agent.critic) for layer in network[2:5:2]]
-    assert kinds == [{"tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}[activation]] * 4
+    assert kinds == [{"tanh": Tanh, "relu": torch.nn.ReLU}[activation]] * 4
     with torch.no_grad():
         agent.actor[-1].weight *= 100
     obs, info = envs.reset()
