@@ -34,8 +34,8 @@ $PYTHON benchmark/report.py runs/impala_continuous_action --out docs/results/imp
 # hours on one core: the shallow network, eight unrolls in a gradient step
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
     --workers 1 --runs-dir runs/impala_pong -- --shallow --num-actors 0 --num-envs 16 --batch-size 8
-$PYTHON benchmark/report.py runs/impala_pong --unfinished --out docs/results/impala_atari_envpool_pong \
-    --note "the shallow network, batches of 8 unrolls of 16 environments, no other process" --command benchmark/impala.sh
+$PYTHON benchmark/report.py runs/impala_pong --out docs/results/impala_atari_envpool_pong \
+    --note "the shallow network, batches of 8 unrolls of 16 environments" --command benchmark/impala.sh
 
 # days on two cores; hours with a GPU: --num-actors 8 --device cuda
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 SpaceInvaders-v5 Qbert-v5 \

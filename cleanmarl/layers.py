@@ -72,6 +72,7 @@ class NumPyTanh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        """y, the tanh of x, of any shape."""
         y = torch.empty_like(x)
         np.tanh(x.detach().numpy(), out=y.numpy())
         ctx.save_for_backward(y)
@@ -79,8 +80,9 @@ class NumPyTanh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient by x, (1 - y^2) times the one by y."""
         (y,) = ctx.saved_tensors
-        return torch.ops.aten.tanh_backward(gradient, y)  # gradient (1 - y^2)
+        return torch.ops.aten.tanh_backward(gradient, y)
 
 
 class AgentIds(nn.Module):
