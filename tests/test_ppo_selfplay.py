@@ -43,6 +43,19 @@ def small(tmp_path, **changes) -> Args:
     return Args(**settings | changes)
 
 
+def test_a_reset_begins_a_game_everywhere_also_right_after_an_end():
+    envs, rng = Games("TicTacToe-v1", 6), np.random.default_rng(0)
+    assert envs.reset(seed=3)[1]["player"].min() >= 0
+    assert envs.pool.config["num_threads"] == 1  # envpool 1.2.5 mixes up the order of such games with more
+    for _ in range(9):  # an illegal move ends a game, too
+        envs.step(rng.integers(9, size=6))
+        if envs.done.any():
+            break
+    assert envs.done.any()
+    assert envs.reset(seed=4)[1]["player"].min() >= 0
+    envs.close()
+
+
 def first_rollout(args: Args, past=None):
     """A fresh agent, its first rollout, the (obs, info) after it, and the run. `past` is the frozen opponent."""
     set_up(args)
