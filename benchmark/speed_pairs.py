@@ -277,4 +277,22 @@ PAIRS = [
         peer_differs=f"{IN_XLA}; GRUs come between the layers; the critic sees the state and an id; advantages are "
         "normalised by minibatch",
     ),
+    Pair(
+        script="impala_replay",
+        beside="DI-engine IMPALA",
+        goal=20,
+        ours=ours(
+            "impala_replay",
+            "--num-actors 0 --num-envs 16 --unroll-length 8 --updates-per-collect 4 --replay-size 1000 --learning-rate "
+            "5e-4 --no-anneal-lr --gamma 0.9 --vtrace-lambda 0.95 --ent-coef 1e-4 --optimizer-eps 1e-8",
+        ),
+        steps=81_920,
+        peer="bash benchmark/peers/ding.sh {peers} {tmp} {steps} {seed}",
+        peer_steps=20_480,
+        settings="CartPole, DI-engine's settings: 16 unrolls of 8 steps, then 4 gradient steps, each on 16 unrolls of "
+        "a replay of 1,000; Adam 5e-4, gamma 0.9, lambda 0.95, entropy 1e-4; nothing is evaluated",
+        ours_differs="CartPole-v1; 16 environments; actor and critic are networks 64-64 with tanh",
+        peer_differs="CartPole-v0; 8 environments; one network 64-64 with ReLU and a head each; an unroll is used 16 "
+        "times at most",
+    ),
 ]

@@ -22,6 +22,8 @@ fetch JaxMARL "$JAXMARL_URL" c793d095618c6d3edfb5632802348f57b70a4b94 baselines
 
 # skrl needs nothing else that the project has not; its dependencies would bring another torch.
 "$python" -m pip install --quiet --upgrade --no-deps --target "$folder/skrl" skrl==2.1.1
+# Nor does DI-engine, of what its package asks for: an old NumPy, Gym and much that its IMPALA does not use.
+"$python" -m pip install --quiet --upgrade --no-deps --target "$folder/ding" -r "$here/ding.txt"
 # JaxMARL gets an environment of its own: its baselines need more of JAX, and the project's version is its own.
 "$python" -m venv "$folder/jax"
 "$folder/jax/bin/python" -m pip install --quiet -r "$here/jaxmarl.txt"
