@@ -43,8 +43,14 @@ $PYTHON benchmark/report.py runs/ppo_multidiscrete --out docs/results/ppo_multid
 # Connect Four against itself: the curve is the Elo of the matches
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids ConnectFour-v1 --num-seeds 1 \
     --workers "$WORKERS" --runs-dir runs/ppo_selfplay
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids Othello-v1 --num-seeds 1 \
+    --workers "$WORKERS" --runs-dir runs/ppo_selfplay_othello -- --bf16 on
+results="0 is the uniformly random player. The table has the mean results (+1 won, -1 lost) against past selves in training"
+results+=" and against random moves at the end"
 $PYTHON benchmark/report.py runs/ppo_selfplay --tag eval/elo --out docs/results/ppo_selfplay_elo \
-    --note "the defaults; 0 is the uniformly random player. The table has the mean results (+1 won, -1 lost) against past selves in training and against random moves at the end" --command benchmark/ppo.sh
+    --note "the defaults; $results" --command benchmark/ppo.sh
+$PYTHON benchmark/report.py runs/ppo_selfplay_othello --tag eval/elo --out docs/results/ppo_selfplay_othello \
+    --note "the defaults with --bf16 on; $results" --command benchmark/ppo.sh
 
 # days on two cores; a run goes on from its checkpoint if it is started again. Pong: the settings of CleanRL's "Pong in 5 minutes"
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
