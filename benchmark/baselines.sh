@@ -26,6 +26,12 @@ for script in masac facmac dop; do
 done
 $PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long --command benchmark/baselines.sh \
     --note "the defaults of each script, and a discount of 0.95 for DOP"
+for gamma in 0.95 0.99; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/coma.py" --num-seeds 1 --workers "$WORKERS" \
+        --env-ids mpe/simple_spread_v3 --runs-dir "runs/coma_spread_long/$gamma" -- --total-timesteps 1000000 --gamma $gamma
+done
+$PYTHON benchmark/report.py runs/coma_spread_long --out docs/results/coma_spread_long --command benchmark/baselines.sh \
+    --note "the defaults but for the discount"
 for script in coma coma_lstm; do
     $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids mpe/simple_spread_v3 --runs-dir runs/coma_simple_spread -- --total-timesteps 400000
