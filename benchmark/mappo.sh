@@ -26,6 +26,12 @@ for script in ippo mappo coppo; do
 done
 run mappo 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging_long --total-timesteps 2000000
 run mappo 3 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 2000000
+# JaxMARL's rollouts, epochs, learning rate, gradients and layers for its battles; packages of their own: docs/environments.md
+for script in mappo coppo; do
+    run $script 2 smax/3m runs/mappo_smax_long --total-timesteps 10000000 --num-envs 128 --num-steps 128 --num-minibatches 4 \
+        --update-epochs 4 --gamma 0.99 --learning-rate 2e-3 --critic-learning-rate 2e-3 --anneal-lr --ent-coef 0 --max-grad-norm 0.25 \
+        --actor-hidden-dim 128 --critic-hidden-dim 128 --activation relu
+done
 # predators and prey have nothing in common to share; the curve is that of a predator
 for script in ippo mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
@@ -47,6 +53,8 @@ $PYTHON benchmark/report.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__
     --note "IPPO with all settings of MAPPO that it has, MAPPO with its defaults: they differ in the critic" --command benchmark/mappo.sh
 plot spread_long \
     --note "the defaults of each script"
+plot smax_long --tag rollout/battle_won \
+    --note "JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers"
 for name in listener_long foraging_long reference_long; do
     plot $name --note "the defaults of each script"
 done

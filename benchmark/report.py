@@ -24,6 +24,7 @@ of docs/results anew.
 
 import ast
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,9 +312,14 @@ def aggregate(data: pd.DataFrame) -> pd.DataFrame | None:
 
 
 def curve_names(data: pd.DataFrame) -> pd.Series:
-    """The name of each row's curve: the script, and its settings where a script has several."""
-    several = data.fillna({"settings": ""}).groupby("script").settings.transform("nunique") > 1
-    return data.script.where(~several, (data.script + " " + data.settings.fillna("")).str.strip())
+    """The name of each row's curve: the script, and its flags but for those that all curves of the script have."""
+    settings = data.settings.fillna("")
+    names = {}
+    for script, of_script in settings.groupby(data.script):
+        flags = {x: re.split(" (?=--)", x) for x in of_script.unique()}
+        shared = set.intersection(*map(set, flags.values()))
+        names |= {(script, x): " ".join([script, *(f for f in flags[x] if f not in shared)]).strip() for x in flags}
+    return pd.Series([names[key] for key in zip(data.script, settings)], data.index, dtype=object)
 
 
 def number(value: float, scale: float | None = None) -> str:
@@ -427,7 +433,8 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
             axis.annotate(x.label, (0.99, x.score), **place, bbox=box)
         axis.set(title=env_id, xlabel="environment steps", ylabel=figure["tag"])
         axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 5))
-        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))  # below, clear of the curves
+        size = "medium" if max(map(len, curves)) < 40 else "small"
+        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16), fontsize=size)  # clear of the curves
     if scores is not None:
         profile(axes.flat[len(env_ids)], scores, curves)
     save(picture, out)

@@ -263,6 +263,18 @@ def test_report_tells_settings_apart_and_refuses_one_seed_twice(tmp_path):
     assert "ppo --gamma 0.9 (1 seed)" in (tmp_path / "a.svg").read_text()
 
 
+def test_curves_are_named_by_the_flags_that_tell_them_apart():
+    data = pd.DataFrame(
+        {
+            "script": ["ppo", "ppo", "ppo", "coma", "coma", "vdn"],
+            "settings": ["--a 1 --b 2", "--a 1 --b 3 --c", "--a 1 --b 2", "the defaults", "--a 1", "--b 2"],
+        },
+        index=[3, 1, 4, 1, 5, 9],  # as a part of a longer table has it
+    )
+    names = ["ppo --b 2", "ppo --b 3 --c", "ppo --b 2", "coma the defaults", "coma --a 1", "vdn"]
+    assert report.curve_names(data).tolist() == names
+
+
 # A grid of trials by three ways
 
 GRID_SCRIPT = """
