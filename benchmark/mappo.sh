@@ -28,7 +28,7 @@ run mappo 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging_long --total-time
 run mappo 3 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 2000000
 # JaxMARL's rollouts, epochs, learning rate, gradients and layers for its battles; packages of their own: docs/environments.md
 for script in mappo coppo; do
-    run $script 2 smax/3m runs/mappo_smax_long --total-timesteps 10000000 --num-envs 128 --num-steps 128 --num-minibatches 4 \
+    run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 --num-envs 128 --num-steps 128 --num-minibatches 4 \
         --update-epochs 4 --gamma 0.99 --learning-rate 2e-3 --critic-learning-rate 2e-3 --anneal-lr --ent-coef 0 --max-grad-norm 0.25 \
         --actor-hidden-dim 128 --critic-hidden-dim 128 --activation relu
 done
@@ -54,10 +54,12 @@ $PYTHON benchmark/report.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__
 plot spread_long \
     --note "the defaults of each script"
 plot smax_long --tag rollout/battle_won \
-    --note "JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers"
+    --note "JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers; the runs that went to the end, of six that were begun"
 for name in listener_long foraging_long reference_long; do
     plot $name --note "the defaults of each script"
 done
+$PYTHON benchmark/report.py runs/mappo_simple_*_v?/*__ippo__* --out docs/results/ippo_mpe --note "the defaults" \
+    --command benchmark/mappo.sh
 plot simple_spread_v3 \
     --note "the defaults of each script"
 plot simple_speaker_listener_v4 \
