@@ -58,7 +58,7 @@ plot smax_long --tag rollout/battle_won \
 for name in listener_long foraging_long reference_long; do
     plot $name --note "the defaults of each script"
 done
-$PYTHON benchmark/report.py runs/mappo_simple_*_v?/*__ippo__* --out docs/results/ippo_mpe --note "the defaults" \
+$PYTHON benchmark/report.py runs/mappo_simple_{spread_v3,speaker_listener_v4,reference_v3}/*__ippo__* --out docs/results/ippo_mpe --note "the defaults" \
     --command benchmark/mappo.sh
 plot simple_spread_v3 \
     --note "the defaults of each script"
