@@ -83,14 +83,19 @@ def time_to_score(out: Path) -> None:
     runs = pd.read_csv(out.parent / "data" / "speed_time_to_score.csv", dtype={"steps": "Int64"})
     curves = pd.read_csv(out.parent / "data" / "speed_time_to_score_curves.csv")
     tasks = runs.groupby("task", sort=False).score.first()
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.5), layout="constrained", squeeze=False)
-    for axis, (task, score) in zip(axes[0], tasks.items()):
+    columns = min(len(tasks), 3)
+    rows = -(-len(tasks) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3.5 * rows), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(tasks) :]:
+        axis.set_axis_off()
+    for axis, (task, score) in zip(axes.flat, tasks.items()):
         axis.axhline(score, color="#999999", linestyle="--", linewidth=1)
         for i, (by, of_script) in enumerate(curves[curves.task == task].groupby("by", sort=False)):
             for seed, curve in of_script.groupby("seed"):
                 label = by if seed == of_script.seed.min() else None
                 axis.plot(curve.cpu_seconds, curve["return"], color=f"C{i}", linewidth=1, label=label)
-        axis.set(xscale="log", xlabel="CPU-seconds since the start", ylabel="return", title=task)
+        label = "battles won" if task.startswith("smax/") else "return"
+        axis.set(xscale="log", xlabel="CPU-seconds since the start", ylabel=label, title=task)
         axis.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     save(figure, out)
     cells = []
@@ -103,11 +108,16 @@ def time_to_score(out: Path) -> None:
         budget = f"{x.all_steps.max():,} steps, {x.all_cpu_seconds.median():,.0f} CPU-seconds"
         cells.append([task, f"{x.score.iloc[0]:g}", by, times, steps, f"{len(reached)} of {len(x)}", budget])
     head = ["task", "score", "script", "CPU-seconds until then", "steps", "runs that reached it", "budget"]
-    machines = "; ".join(runs.machine.str.replace(r", load [\d.]+", "", regex=True).unique())
+    of_tasks = runs.assign(machine=runs.machine.str.replace(r", load [\d.]+", "", regex=True)).groupby(
+        "machine", sort=False
+    )
+    machines = "; ".join(f"{machine}: {', '.join(x.task.unique())}" for machine, x in of_tasks)
     caption = (
         "Return of the last 100 episodes of training over the CPU time of the process, with imports and compilation, "
         "one thread each, a line for each seed; dashed: the score of the table, which has the medians of the runs that "
-        f"reached it, and their range. Each script has the settings that its authors give. {machines}. Command: "
+        "reached it, and their range. Each script has the settings that its authors give, but on LunarLander both have "
+        "those of RL Baselines3 Zoo, and on smax/3m ours those of JaxMARL, whose networks are recurrent there. Tasks "
+        f"are to be compared by their ratios, since they were not all run on one machine. {machines}. Command: "
         "`python benchmark/time_to_score.py --peers FOLDER`.\n"
     )
     write_page(out, caption, markdown(pd.DataFrame(cells, columns=head), 3))

@@ -54,15 +54,38 @@ class Point(NamedTuple):
 OURS = "--seed {seed} --runs-dir {tmp} --eval-episodes 0"
 PEERS = Path(__file__).resolve().parent / "peers"
 CLEANRL, CLEANMARL, JAXMARL = (f"bash {PEERS}/{name}.sh {{peers}}" for name in ("cleanrl", "cleanmarl", "jaxmarl"))
-POLE, LANDER, SPREAD = ("CartPole-v1", 475), ("LunarLander-v3", 200), ("mpe/simple_spread_v3", -30)
+POLE, LANDER, CHEETAH = ("CartPole-v1", 475), ("LunarLander-v3", 200), ("HalfCheetah-v5", 2000)
+SPREAD, LISTENER = ("mpe/simple_spread_v3", -30), ("mpe/simple_speaker_listener_v4", -15)
+BATTLE = ("smax/3m", 0.6)  # of the battles won
+# with the defaults neither lands within a million steps: RL Baselines3 Zoo's settings of PPO for this task
+ZOO = "--num-envs 16 --num-steps 1024 --num-minibatches 256 --update-epochs 4 --gamma 0.999 --gae-lambda 0.98"
+ZOO += " --ent-coef 0.01 --learning-rate 3e-4 --no-anneal-lr --no-clip-vloss"
+# JaxMARL's rollouts, epochs, learning rate, gradients and layers: benchmark/mappo.sh
+JAXMARLS = "--num-envs 128 --num-steps 128 --num-minibatches 4 --update-epochs 4 --gamma 0.99 --learning-rate 2e-3"
+JAXMARLS += " --critic-learning-rate 2e-3 --anneal-lr --ent-coef 0 --max-grad-norm 0.25 --actor-hidden-dim 128"
+JAXMARLS += " --critic-hidden-dim 128 --activation relu --no-time-limit-bootstrap"
 CONTESTANTS = [
     Contestant(*POLE, "ppo", f"python cleanmarl/ppo.py --total-timesteps 500000 {OURS}"),
     Contestant(*POLE, "CleanRL ppo", CLEANRL + " {tmp} ppo 500000 {seed}", "charts/episodic_return", 1),
-    Contestant(*LANDER, "ppo", f"python cleanmarl/ppo.py --env-id LunarLander-v3 --total-timesteps 1000000 {OURS}"),
+    Contestant(
+        *LANDER, "ppo", f"python cleanmarl/ppo.py --env-id LunarLander-v3 --total-timesteps 1000000 {ZOO} {OURS}"
+    ),
     Contestant(
         *LANDER,
         "CleanRL ppo",
-        CLEANRL + " {tmp} ppo 1000000 {seed} --env-id LunarLander-v3",
+        CLEANRL + " {tmp} ppo 1000000 {seed} --env-id LunarLander-v3 " + ZOO,
+        "charts/episodic_return",
+        1,
+    ),
+    Contestant(
+        *CHEETAH,
+        "ppo_continuous_action",
+        f"python cleanmarl/ppo_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000 {OURS}",
+    ),
+    Contestant(
+        *CHEETAH,
+        "CleanRL ppo_continuous_action",
+        CLEANRL + " {tmp} ppo_continuous_action 1000000 {seed} --env-id HalfCheetah-v5",
         "charts/episodic_return",
         1,
     ),
@@ -80,6 +103,23 @@ CONTESTANTS = [
         CLEANMARL + " {tmp} mappo_multienvs 50000 {seed} --eval_steps 1000000",
         episodes=12,
         factor=3,
+    ),
+    *(
+        Contestant(
+            *LISTENER, name, f"python cleanmarl/{name}.py --env-id {LISTENER[0]} --total-timesteps 2000000 {OURS}"
+        )
+        for name in ("mappo", "ippo")
+    ),
+    Contestant(
+        *BATTLE,
+        "mappo",
+        f"python cleanmarl/mappo.py --env-id smax/3m --total-timesteps 3000000 {JAXMARLS} {OURS}",
+        "rollout/battle_won",
+    ),
+    Contestant(  # its networks are recurrent
+        *BATTLE,
+        "JaxMARL mappo_rnn_smax",
+        JAXMARL + " MAPPO/mappo_rnn_smax 2998272 {seed} TOTAL_TIMESTEPS=2998272 MAP_NAME=3m CURVE={tmp}",
     ),
 ]
 

@@ -84,17 +84,25 @@ import jax, jax.numpy as jnp
 def make_train(config):
     updates = config["TOTAL_TIMESTEPS"] // config["NUM_STEPS"] // config["NUM_ENVS"]
     def train(key):
-        jax.experimental.io_callback(lambda x: open("metrics", "a"), None, key)
-        returns = key[1] - 9.5 + jnp.arange(updates)
-        return {"metrics": {"returned_episode_returns": returns, "returned_episode": jnp.full(updates, 1 / 4)}}
+        def update(i, _):
+            if config["BATTLES"]:  # of all steps, environments and agents
+                ended = jnp.zeros((4, 2, 3), bool).at[1, 0].set(True).at[3, 1].set(True)
+                won = jnp.zeros((4, 2, 3)).at[1, 0].set(i > 1)
+                metric = {"returned_episode_returns": won, "returned_won_episode": won, "returned_episode": ended}
+            else:
+                metric = {"returned_episode_returns": key[1] - 9.5 + i, "returned_episode": 1 / 4}
+            jax.experimental.io_callback(lambda metric: open("metrics", "a"), None, metric)
+            return i + 1, None
+        return jax.lax.scan(update, 0, None, updates)
     return train
 """
 
 
 @needs("jaxmarl")
-def test_the_curve_of_a_jax_program(tmp_path):
+@pytest.mark.parametrize("battles, scores", [(False, [-3, -1, 1]), (True, [0, 1, 1])])
+def test_the_curve_of_a_jax_program(tmp_path, battles, scores):
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "toy.yaml").write_text("{NUM_ENVS: 2, NUM_STEPS: 4}")
+    (tmp_path / "config" / "toy.yaml").write_text(f"{{NUM_ENVS: 2, NUM_STEPS: 4, BATTLES: {battles}}}")
     (tmp_path / "toy.py").write_text(AS_JAXMARL)
     argv = [sys.executable, BENCHMARK / "peers" / "run_jaxmarl.py", tmp_path / "toy.py", "32", "7"]
     argv += ["TOTAL_TIMESTEPS=32", f"CURVE={tmp_path}"]
@@ -102,5 +110,6 @@ def test_the_curve_of_a_jax_program(tmp_path):
     subprocess.run([*map(str, argv)], check=True, timeout=120, env=env, cwd=tmp_path)
     by = Contestant("toy", 0, "toy", "", factor=2)
     points = time_to_score.read_points(tmp_path, by, start=0, cpu_per_second=1)
-    assert [point[1:] for point in points] == [(16, -3, 2), (24, -1, 2), (32, 1, 2)]
+    assert [point[1:] for point in points] == [(16, scores[0], 2), (24, scores[1], 2), (32, scores[2], 2)]
     assert 0.1 < points[0].cpu_seconds <= points[1].cpu_seconds <= points[2].cpu_seconds < 60
+    assert not (tmp_path / "metrics").exists()  # the callback of the baseline would log to Weights & Biases

@@ -1,7 +1,8 @@
 """Run a script of CleanRL, as it is, with the present Gymnasium: run_cleanrl.py SCRIPT.py [FLAG ...]
 
 It was written for Gymnasium 0.29, whose vector environments reset in the step that ends an episode, and list what each
-episode was in `final_info`. Without that it would log no returns, and train on a dummy row after each end.
+episode was in `final_info`. Without that it would log no returns, and train on a dummy row after each end. Its
+TransformObservation did not ask for the space of what it makes.
 """
 
 import runpy
@@ -26,7 +27,15 @@ class SyncVectorEnv(gym.vector.SyncVectorEnv):
         return (*results, infos)
 
 
+class TransformObservation(gym.wrappers.TransformObservation):
+    """Gymnasium's, with the environment's own space."""
+
+    def __init__(self, env, func):
+        super().__init__(env, func, env.observation_space)
+
+
 if __name__ == "__main__":
+    gym.wrappers.TransformObservation = TransformObservation
     gym.vector.SyncVectorEnv = SyncVectorEnv
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -3,8 +3,9 @@
 Its settings are those of its configuration but for those given. Its `train` of TOTAL_TIMESTEPS is one program, which is
 run again and again until STEPS are done: so a longer run has the same program, and JAX takes it from its cache. JAX
 caches no program that calls back to Python, so the metrics of each update are not written. With CURVE=FOLDER all STEPS
-are one program, and FOLDER/curve.csv gets a row for each update: CPU-seconds of the process until then (those of the
-program spread evenly over it), steps, mean return of an episode as it is logged, and number of episodes.
+are one program that does call back, as it is meant to, and FOLDER/curve.csv gets a row for each update: CPU-seconds of
+the process until then, steps, mean over the episodes that ended (their return as it is logged; of a battle, whether it
+was won), and their number.
 """
 
 import importlib
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import yaml
 
 
@@ -23,29 +25,33 @@ def main(baseline: Path, steps: int, seed: int, *overrides: str) -> None:
     at_a_time = config["TOTAL_TIMESTEPS"]
     if at_a_time % (config["NUM_ENVS"] * config["NUM_STEPS"]) != 0 or steps % at_a_time != 0:
         sys.exit(f"{steps} steps are no multiple of TOTAL_TIMESTEPS={at_a_time}, or these of a rollout")
-    jax.experimental.io_callback = lambda *_, **__: None
+    if "CURVE" in config:
+        write_each_update(config)
+    else:
+        jax.experimental.io_callback = lambda *_, **__: None
     sys.path.insert(0, str(baseline.parent))
     train = jax.jit(importlib.import_module(baseline.stem).make_train(config))
-    if "CURVE" in config:
-        return write_curve(train, jax.random.PRNGKey(seed), config)
     for i in range(steps // at_a_time):
         jax.block_until_ready(train(jax.random.PRNGKey(seed + i)))
 
 
-def write_curve(train, key, config: dict) -> None:
-    program = train.lower(key).compile()
-    start = time.process_time()
-    metrics = jax.block_until_ready(program(key))["metrics"]
-    num_updates = len(metrics["returned_episode"])
-    cpu_per_update, steps_per_update = (
-        (time.process_time() - start) / num_updates,
-        config["NUM_ENVS"] * config["NUM_STEPS"],
-    )
-    returns, ended = metrics["returned_episode_returns"], metrics["returned_episode"]
-    with (Path(config["CURVE"]) / "curve.csv").open("w") as file:
-        for i in range(1, num_updates):  # in the first update there are steps before any return
-            row = start + (i + 1) * cpu_per_update, (i + 1) * steps_per_update, returns[i], ended[i] * steps_per_update
-            file.write(",".join(f"{x:.10g}" for x in row) + "\n")
+def write_each_update(config: dict) -> None:
+    """Have the baselines' callback, which would log to Weights & Biases, write curve.csv."""
+    path, call_back = Path(config["CURVE"]) / "curve.csv", jax.experimental.io_callback
+    num_steps = config["NUM_ENVS"] * config["NUM_STEPS"]
+    done = 0
+
+    def write(metric) -> None:
+        nonlocal done
+        done += num_steps
+        ended = np.asarray(metric["returned_episode"], dtype=float)  # of all steps, or their mean
+        score = np.asarray(metric.get("returned_won_episode", metric["returned_episode_returns"]))
+        if done > num_steps and ended.any():  # in the first update there are steps before any return
+            mean = (score * ended).sum() / ended.sum()
+            with path.open("a") as file:
+                file.write(f"{time.process_time():.10g},{done},{mean:.10g},{ended.mean() * num_steps:.10g}\n")
+
+    jax.experimental.io_callback = lambda _, result, metric: call_back(write, result, metric, ordered=True)
 
 
 if __name__ == "__main__":
