@@ -110,13 +110,16 @@ CONTESTANTS = [
         )
         for name in ("mappo", "ippo")
     ),
-    Contestant(
-        *BATTLE,
-        "mappo",
-        f"python cleanmarl/mappo.py --env-id smax/3m --total-timesteps 3000000 {JAXMARLS} {OURS}",
-        "rollout/battle_won",
+    *(
+        Contestant(
+            *BATTLE,
+            name,
+            f"python cleanmarl/{name}.py --env-id smax/3m --total-timesteps 3000000 {JAXMARLS} {OURS}",
+            "rollout/battle_won",
+        )
+        for name in ("mappo", "mappo_lstm")
     ),
-    Contestant(  # its networks are recurrent
+    Contestant(  # recurrent
         *BATTLE,
         "JaxMARL mappo_rnn_smax",
         JAXMARL + " MAPPO/mappo_rnn_smax 2998272 {seed} TOTAL_TIMESTEPS=2998272 MAP_NAME=3m CURVE={tmp}",

@@ -13,7 +13,9 @@ are those of SMAC, the game is not: compare its numbers with SMAX's only, never 
                     step, and 1 (option won_battle_bonus) for a win; the mean over those allies is JaxMARL's reward
     dead agent      observation and reward 0; only action 0 is legal, and is passed on as "stop"
     episode end     termination when a team is dead, truncation in the step after max_steps (option, 100: so 101 steps);
-                    battle_won when all enemies are dead and an ally is alive; units at the edge of the map die
+                    battle_won when all enemies are dead and an ally is alive; units at the edge of the map die.
+                    JaxMARL's baselines take the time limit for an end: --no-time-limit-bootstrap, without which
+                    some teams learn to run away (the page of mappo.py)
     seeds           reset(seed=s) gives jax.random.PRNGKey(env_seeds(s, N)[i]) to environment i, for all its episodes
 
 `options` are those of JaxMARL's SMAX and HeuristicEnemySMAX: max_steps, see_enemy_actions, walls_cause_death,
