@@ -116,8 +116,8 @@ def time_to_score(out: Path) -> None:
         "Return of the last 100 episodes of training over the CPU time of the process, with imports and compilation, "
         "one thread each, a line for each seed; dashed: the score of the table, which has the medians of the runs that "
         "reached it, and their range. Each script has the settings that its authors give, but on LunarLander both have "
-        "those of RL Baselines3 Zoo, and on smax/3m ours those of JaxMARL, whose networks are recurrent as mappo_lstm's. "
-        f"Not all tasks were run on one machine. {machines}. Command: "
+        "those of RL Baselines3 Zoo, and on smax/3m ours those of JaxMARL, whose networks are recurrent as "
+        f"mappo_lstm's. Not all tasks were run on one machine. {machines}. Command: "
         "`python benchmark/time_to_score.py --peers FOLDER`.\n"
     )
     write_page(out, caption, markdown(pd.DataFrame(cells, columns=head), 3))
