@@ -9,5 +9,5 @@ for script in ippo ippo_per_agent; do
     $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --env-ids mpe/simple_spread_v3 --num-seeds 5 \
         --workers "$WORKERS" --runs-dir runs/$script
 done
-$PYTHON benchmark/report.py runs/ippo --out docs/results/ippo_simple_spread \
+$PYTHON benchmark/report.py runs/ippo_per_agent --out docs/results/ippo_per_agent_simple_spread \
     --note "the defaults" --command benchmark/ippo.sh

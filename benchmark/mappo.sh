@@ -12,7 +12,7 @@ run() {  # script, number of seeds, id of the environment, folder of the runs, f
 plot() { $PYTHON benchmark/report.py "runs/mappo_$1" --out "docs/results/mappo_$1" --command benchmark/mappo.sh "${@:2}"; }
 
 # the defaults of each script and one budget; returns are summed over the agents
-for script in ippo mappo coppo; do
+for script in ippo ippo_per_agent mappo coppo; do
     for task in simple_spread_v3 simple_speaker_listener_v4 simple_reference_v3; do
         run $script 5 mpe/$task runs/mappo_$task --total-timesteps 400000
     done
@@ -39,7 +39,7 @@ for script in mappo coppo; do
     run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}"
 done
 # predators and prey have nothing in common to share; the curve is that of a predator
-for script in ippo mappo coppo; do
+for script in ippo_per_agent mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
 done
 # the authors take ReLU for all of these tasks but simple_spread
@@ -94,6 +94,8 @@ recurrent 3 mpe/simple_tag_v3 runs/mappo_lstm_tag --no-share-parameters
 recurrent 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_lstm_foraging --num-envs 32 --num-steps 50 --gamma 0.99
 plot lstm_listener \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
+$PYTHON benchmark/report.py runs/mappo_lstm_{listener,spread}/*__ippo_lstm__* --out docs/results/ippo_lstm_mpe --note "the defaults" \
+    --command benchmark/mappo.sh
 plot lstm_spread \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
 plot lstm_reference \
