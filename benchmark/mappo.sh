@@ -31,9 +31,8 @@ battles=(--num-envs 128 --num-steps 128 --num-minibatches 4 --update-epochs 4 --
     --critic-learning-rate 2e-3 --anneal-lr --ent-coef 0 --max-grad-norm 0.25 --actor-hidden-dim 128 --critic-hidden-dim 128
     --activation relu)
 for script in ippo mappo coppo; do
-    run $script 3 smax/3m runs/mappo_smax --total-timesteps 3000000 "${battles[@]}" --no-time-limit-bootstrap
+    run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 done
-run mappo 1 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 # with the bootstrap at the time limit half of the teams learn to run away
 for script in mappo coppo; do
     run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}"
@@ -61,8 +60,6 @@ plot spread_long \
     --note "the defaults of each script"
 plot smax_long --tag rollout/battle_won \
     --note "JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers; with the bootstrap the runs that went to the end, of six that were begun"
-plot smax --tag rollout/battle_won \
-    --note "JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers, no bootstrap at the time limit"
 for name in listener_long foraging_long reference_long; do
     plot $name --note "the defaults of each script"
 done

@@ -68,12 +68,12 @@ CONTESTANTS = [
     Contestant(*POLE, "ppo", f"python cleanmarl/ppo.py --total-timesteps 500000 {OURS}"),
     Contestant(*POLE, "CleanRL ppo", CLEANRL + " {tmp} ppo 500000 {seed}", "charts/episodic_return", 1),
     Contestant(
-        *LANDER, "ppo", f"python cleanmarl/ppo.py --env-id LunarLander-v3 --total-timesteps 1000000 {ZOO} {OURS}"
+        *LANDER, "ppo", f"python cleanmarl/ppo.py --env-id LunarLander-v3 --total-timesteps 2000000 {ZOO} {OURS}"
     ),
     Contestant(
         *LANDER,
         "CleanRL ppo",
-        CLEANRL + " {tmp} ppo 1000000 {seed} --env-id LunarLander-v3 " + ZOO,
+        CLEANRL + " {tmp} ppo 2000000 {seed} --env-id LunarLander-v3 " + ZOO,
         "charts/episodic_return",
         1,
     ),
