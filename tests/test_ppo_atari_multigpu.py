@@ -47,6 +47,7 @@ def learn_half(rank, folder, settings):
     half = ppo_atari_multigpu.Batch(*(x[8 * rank : 8 * (rank + 1)] for x in random_batch()))
     torch.save(learn(half, **settings), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+    os._exit(0)  # Gloo's threads may still hold a tensor, which aborts an interpreter that is ending
 
 
 def in_two_processes(folder, **settings):
