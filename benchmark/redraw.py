@@ -63,7 +63,7 @@ def mappo_agents(out: Path) -> None:
     figure, axis = plt.subplots(figsize=(5, 3), layout="tight")
     for script in ("ippo", "mappo"):
         axis.loglog(data.agents, data[script], "o-", label=script)
-    axis.loglog([3, 30], [166, 1660], "--", color="#999999", label="in proportion to the agents")
+    axis.loglog([3, 30], [60, 600], "--", color="#999999", label="in proportion to the agents")
     axis.set(xlabel="agents", ylabel="CPU time of a step, microseconds", title="simple_spread")
     axis.set_xticks(data.agents, data.agents)
     axis.minorticks_off()
@@ -71,11 +71,10 @@ def mappo_agents(out: Path) -> None:
     save(figure, out)
     caption = (
         "Cost over the number of agents: `--env-id mpe/simple_spread_v3?N=...`, the defaults, training included, "
-        "microseconds of CPU time per environment step (`benchmark/speed.py`, one measurement of each on free cores). "
-        "The last column, on busy cores, is what MAPPO cost when each agent's critic read the whole state by itself.\n"
+        "microseconds of CPU time per environment step (one measurement of each, the difference of a longer and a "
+        "shorter run; an AMD EPYC beside another process).\n"
     )
-    cells = data.map(lambda x: f"{x:,.0f}" if x == x else "-")
-    write_page(out, caption, markdown(cells, 0))
+    write_page(out, caption, markdown(data.map("{:,}".format), 0))
 
 
 def time_to_score(out: Path) -> None:
