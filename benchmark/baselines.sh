@@ -11,6 +11,29 @@ for script in vdn qmix idqn qtran; do
 done
 $PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script" \
     --command benchmark/baselines.sh
+# where rewards are rare: rewards normalised, as in EPyMARL
+for script in vdn idqn; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 3 --workers "$WORKERS" \
+        --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/vdn_foraging_long \
+        -- --total-timesteps 1500000 --gamma 0.99 --normalize-reward
+done
+$PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foraging_long --command benchmark/baselines.sh \
+    --note "the defaults but for a discount of 0.99 and normalised rewards"
+for script in vdn idqn qmix; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 3 --workers "$WORKERS" \
+        --env-ids mpe/simple_speaker_listener_v4 --runs-dir runs/vdn_listener_long -- --total-timesteps 2000000
+done
+$PYTHON benchmark/report.py runs/vdn_listener_long --out docs/results/vdn_listener_long --note "the defaults of each script" \
+    --command benchmark/baselines.sh
+# battles: a package of its own, docs/environments.md
+for script in vdn idqn qmix; do
+    rate=()
+    if [ $script = qmix ]; then rate=(--learning-rate 1e-3 --polyak 0.01); fi
+    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 3 --workers "$WORKERS" --env-ids smax/3m \
+        --runs-dir runs/vdn_smax_3m -- --total-timesteps 600000 --gamma 0.99 --batch-size 32 "${rate[@]}"
+done
+$PYTHON benchmark/report.py runs/vdn_smax_3m --tag rollout/battle_won --out docs/results/vdn_smax_3m \
+    --note "a discount of 0.99 and batches of 32 episodes; QMIX with VDN's learning rate and target" --command benchmark/baselines.sh
 for script in vdn_lstm qmix_lstm; do
     $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids mpe/simple_spread_v3 --runs-dir runs/vdn_lstm_simple_spread -- --total-timesteps 400000

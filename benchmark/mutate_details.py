@@ -252,6 +252,8 @@ MUTATIONS = [
         "self.weight2 = nn.Sequential(nn.Linear(state_size, hyper), nn.Tanh()",
     ),
     ("qmix-2", "qmix", "self.bias1 = nn.Linear(state_size, hidden)", "self.bias1 = nn.Linear(state_size, 1)"),
+    ("qmix-3", "qmix", "state=agent.state_stats(batch.state)", "state=batch.state"),
+    ("qmix-3", "qmix_lstm", "state=agent.state_stats(batch.state)", "state=batch.state"),
     ("qtran-1", "qtran", "most + value - joint_of_best  #", "most - joint_of_best  #"),
     ("qtran-2", "qtran", ".clamp(max=0)", ""),
     ("qtran-3", "qtran", "with torch.no_grad():  #", "with torch.enable_grad():  #"),

@@ -61,6 +61,8 @@ class Learner(nn.Module):
 
     def forward(self, batch):
         script, agent, args = self.script, self.agent, self.args
+        if script is qmix:
+            batch = batch._replace(state=torch.zeros_like(batch.state))  # what the only state is when it is normalised
         q = agent.values(batch.obs)
         target = script.td_targets(q.detach(), agent, batch, args)
         if script is qtran:
@@ -166,7 +168,7 @@ def tables(script, learner: Learner, parameters: dict, seed: int) -> dict[str, n
             result["joint"] = agent.joint_value(state, joint, alive).view(K, K)
             result["sum"] = (parts.sum(-1, keepdim=True) + agent.state_network(state)).view(K, K)
         elif script is not idqn:
-            result["joint"] = agent.mix(parts, alive, *([state] if script is qmix else [])).view(K, K)
+            result["joint"] = agent.mix(parts, alive, *([0 * state] if script is qmix else [])).view(K, K)
     return {name: x.numpy() for name, x in result.items()}
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Literal, NamedTuple
 from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import AgentIds, as_numpy
+from cleanmarl.layers import AgentIds, RunningMeanStd, as_numpy
 from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 
 import numpy as np
@@ -130,6 +130,7 @@ class Agent(nn.Module):
             layers += [nn.Linear(hidden, hidden), nn.ReLU()]
         self.q_network = nn.Sequential(*layers, nn.Linear(hidden, K))
         self.mixer = Mixer(A, envs.state_size, args.mixing_dim, args.hyper_dim)
+        self.state_stats = RunningMeanStd(1, envs.state_size)
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it
 
     def values(self, obs: torch.Tensor) -> torch.Tensor:
@@ -305,6 +306,9 @@ def value_loss(agent: Agent, q: torch.Tensor, batch: Batch, target: torch.Tensor
 
 def update(agent: Agent, target_agent: Agent, optimizer, batch: Batch, args: Args) -> dict[str, torch.Tensor]:
     """One step of the network."""
+    # detail qmix-3: hypernetworks see states of one scale, as large ones would make the mixing network's weights large
+    agent.state_stats.update(batch.state[:, :-1].flatten(0, 1)[:, None], batch.weight.flatten(0, 1)[:, None])
+    batch = batch._replace(state=agent.state_stats(batch.state))
     q = agent.values(batch.obs)
     target = td_targets(q.detach(), target_agent, batch, args)
     loss = value_loss(agent, q, batch, target)

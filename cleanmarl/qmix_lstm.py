@@ -26,7 +26,7 @@ from typing import Annotated, Literal, NamedTuple
 from cleanmarl.cli import PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import AgentIds, Recurrent, as_numpy
+from cleanmarl.layers import AgentIds, Recurrent, RunningMeanStd, as_numpy
 from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 
 import numpy as np
@@ -135,6 +135,7 @@ class Agent(nn.Module):
             layers += [Recurrent.CELLS[args.cell](1, hidden, hidden)]
         self.q_network = Recurrent(*layers, nn.Linear(hidden, K))
         self.mixer = Mixer(A, envs.state_size, args.mixing_dim, args.hyper_dim)
+        self.state_stats = RunningMeanStd(1, envs.state_size)
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it
 
     def values(self, obs: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -330,6 +331,9 @@ def value_loss(agent: Agent, q: torch.Tensor, batch: Batch, target: torch.Tensor
 
 def update(agent: Agent, target_agent: Agent, optimizer, batch: Batch, args: Args) -> dict[str, torch.Tensor]:
     """One step of the network."""
+    # detail qmix-3: hypernetworks see states of one scale, as large ones would make the mixing network's weights large
+    agent.state_stats.update(batch.state[:, :-1].flatten(0, 1)[:, None], batch.weight.flatten(0, 1)[:, None])
+    batch = batch._replace(state=agent.state_stats(batch.state))
     q = agent.values(batch.obs, batch.alive)
     target = td_targets(q.detach(), target_agent, batch, args)
     loss = value_loss(agent, q, batch, target)

@@ -150,6 +150,7 @@ DETAILS = {
     "idqn-1": "With a team's reward the dead go on earning what the team does",
     "qmix-1": "No weight of the mixing network is negative",
     "qmix-2": "Hypernetworks make its weights and biases of the state",
+    "qmix-3": "Hypernetworks see states normalised by their running mean and deviation",
     "qtran-1": "At the agents' best actions their sum and the state's value are the joint value",
     "qtran-2": "Nowhere are they less",
     "qtran-3": "The joint value learns from rewards alone",

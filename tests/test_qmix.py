@@ -1,12 +1,13 @@
 """qmix.py: the mixing network's monotony, its definition, torchrl's with the same weights, targets and loss."""
 
-from cleanmarl import qmix
+from cleanmarl import qmix, qmix_lstm
 
 import numpy as np
 import optional
 import pytest
 import torch
 import torch.nn.functional as F
+from test_value_family import assert_same_update
 from test_vdn import (
     assert_agents_find_the_best_joint_action,
     assert_targets_are_their_definition,
@@ -74,6 +75,24 @@ def test_the_dead_count_as_zero():
     q = torch.randn(*batch.alive.shape).double()
     ours = agent.mix(q, batch.alive, batch.state)
     torch.testing.assert_close(ours, agent.mixer(q.masked_fill(~batch.alive, 0), batch.state))
+
+
+# proves qmix-3
+@pytest.mark.parametrize("script", [qmix, qmix_lstm])
+def test_the_scale_of_the_states_makes_no_difference(script):
+    args, agent, target, batch = case(script)
+    assert_same_update(script, agent, target, args, batch, batch._replace(state=30 * batch.state - 7))
+
+
+def test_states_are_normalised_by_those_of_all_batches():
+    args, agent, target, batch = case(qmix)
+    optimizer, seen = torch.optim.SGD(agent.parameters(), lr=0.1), []
+    for shift in (0, 5):
+        batch = batch._replace(state=batch.state + shift)
+        qmix.update(agent, target, optimizer, batch, args)
+        seen.append(batch.state[:, :-1][batch.weight[..., 0] > 0])  # none of the padding, and no final state
+    torch.testing.assert_close(agent.state_stats.mean[0], torch.cat(seen).mean(0))
+    torch.testing.assert_close(agent.state_stats.var[0], torch.cat(seen).var(0, correction=0))
 
 
 @pytest.mark.parametrize("td_lambda", [0.0, 0.6])

@@ -15,7 +15,7 @@ from toys import code, double, scalars
 
 VARIANTS = [idqn, qmix, qtran, vdn_lstm, qmix_lstm]
 SCRIPTS = [vdn, *VARIANTS]
-OWN = {idqn: {"Buffer", "update"}, qtran: {"update"}, vdn_lstm: {"update"}, qmix_lstm: {"update"}}
+OWN = {idqn: {"Buffer", "update"}, qtran: {"update"}, vdn_lstm: {"update"}, qmix: {"update"}, qmix_lstm: {"update"}}
 
 
 @pytest.mark.parametrize("script", VARIANTS)
@@ -28,8 +28,15 @@ def test_copied_parts_are_those_that_the_tests_of_vdn_prove(script):
         assert (code(script.value_loss) == code(parent.value_loss)) == (script in (vdn_lstm, qmix_lstm))
     if script is qmix_lstm:
         assert code(script.Mixer) == code(qmix.Mixer)
-        for name in ("first_memory", "make_policy", "collect", "update"):
+        for name in ("first_memory", "make_policy", "collect"):
             assert code(getattr(script, name)) == code(getattr(vdn_lstm, name)), name
+
+
+def test_updates_with_a_mixing_network_are_those_without_on_normalised_states():
+    for script, parent in ((qmix, vdn), (qmix_lstm, vdn_lstm)):
+        lines = code(script.update).splitlines()
+        extra = [line for line in lines if "state_stats" in line]
+        assert len(extra) == 2 and [line for line in lines if line not in extra] == code(parent.update).splitlines()
 
 
 def test_parts_that_are_maddpgs():
@@ -182,7 +189,8 @@ def test_targets_are_copies_with_polyak_1_and_other_seeds_are_other_runs(script,
         {key: x for key, x in agent.items() if key != "num_updates"},
         {key: x for key, x in target.items() if key != "num_updates"},
     )
-    assert all((x != runs[1]["agent"][key]).any() for key, x in agent.items() if key != "num_updates")
+    learned = [key for key in agent if key != "num_updates" and "state_stats" not in key]
+    assert all((agent[key] != runs[1]["agent"][key]).any() for key in learned)
 
 
 def test_target_network_update_freq_counts_updates(tmp_path):
