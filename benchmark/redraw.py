@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import tyro
+from matplotlib.ticker import LogLocator, NullFormatter
 from report import redraw, save, write_html, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +96,9 @@ def time_to_score(out: Path) -> None:
                 axis.plot(curve.cpu_seconds, curve["return"], color=f"C{i}", linewidth=1, label=label)
         label = "battles won" if task.startswith("smax/") else "return"
         axis.set(xscale="log", xlabel="CPU-seconds since the start", ylabel=label, title=task)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     save(figure, out)
     cells = []
