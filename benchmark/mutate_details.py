@@ -203,6 +203,8 @@ MUTATIONS = [
     ("facmac-3", "facmac", "(is_own, utility, utility.detach())", "(is_own, utility, utility)"),
     ("facmac-3", "facmac_continuous_action", "(is_own, utility, utility.detach())", "(is_own, utility, utility)"),
     ("facmac-4", "facmac", "    action = F.gumbel_softmax(logits, hard=True)", "    action = F.gumbel_softmax(logits)"),
+    ("facmac-5", "facmac", "state=critic.state_stats(batch.state)", "state=batch.state"),
+    ("facmac-5", "facmac_continuous_action", "state=critic.state_stats(batch.state)", "state=batch.state"),
     ("masac-1", "masac", "torch.cat([state, (action", "torch.cat([state, (0 * action"),
     (
         "masac-2",

@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NamedTuple
 from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import AgentIds, StackedLinear, as_numpy, clip_grads_
+from cleanmarl.layers import AgentIds, RunningMeanStd, StackedLinear, as_numpy, clip_grads_
 from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 
 import numpy as np
@@ -167,6 +167,7 @@ class Critic(nn.Module):
             layers += [StackedLinear(M, hidden, hidden), nn.ReLU()]
         self.utility = nn.Sequential(*layers, StackedLinear(M, hidden, 1))
         self.mixer = Mixer(M, A, envs.state_size, args.mixing_dim, args.hyper_dim)
+        self.state_stats = RunningMeanStd(1, envs.state_size)
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it
 
     def utilities(self, obs: torch.Tensor, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -354,6 +355,10 @@ def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optim
 
 def update(agent: Agent, critic: Critic, targets, optimizers, batch: Batch, args: Args) -> dict[str, torch.Tensor]:
     """One step of the critics, then one of the actor; targets and optimizers are those of (actor, critics)."""
+    # detail facmac-5: hypernetworks see states of one scale: of large ones they would make large weights
+    seen = batch.weight.amax(-1).flatten()[:, None, None]  # where any critic learns
+    critic.state_stats.update(batch.state[:, :-1].flatten(0, 1)[:, None], seen)
+    batch = batch._replace(state=critic.state_stats(batch.state))
     target = critic_targets(*targets, batch, args.gamma)
     critic_losses = critic_loss(critic, batch, target)
     # The critics share no parameter: the gradient of their sum is each one's gradient of its own loss.

@@ -331,7 +331,7 @@ def value_loss(agent: Agent, q: torch.Tensor, batch: Batch, target: torch.Tensor
 
 def update(agent: Agent, target_agent: Agent, optimizer, batch: Batch, args: Args) -> dict[str, torch.Tensor]:
     """One step of the network."""
-    # detail qmix-3: hypernetworks see states of one scale, as large ones would make the mixing network's weights large
+    # detail qmix-3: hypernetworks see states of one scale: of large ones they would make large weights
     agent.state_stats.update(batch.state[:, :-1].flatten(0, 1)[:, None], batch.weight.flatten(0, 1)[:, None])
     batch = batch._replace(state=agent.state_stats(batch.state))
     q = agent.values(batch.obs, batch.alive)

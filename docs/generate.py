@@ -134,6 +134,7 @@ DETAILS = {
     "facmac-2": "A network whose weights depend on the state, and may have any sign, mixes the utilities",
     "facmac-3": "The actor's loss takes the present actions of all agents at once",
     "facmac-4": "Its samples are hard, and their gradient is that of soft ones (straight-through Gumbel-softmax)",
+    "facmac-5": "Hypernetworks see states normalised by their running mean and deviation",
     "masac-1": "A critic of discrete actions sees the others' actions, and values each of its agent's",
     "masac-2": "Of two critics the smaller value counts",
     "masac-3": "The entropy belongs to the value of what follows",

@@ -195,6 +195,33 @@ def test_padding_and_the_dead_add_nothing(individual):
         torch.testing.assert_close(ours, theirs)
 
 
+def normalised(batch):
+    """With states by the mean and deviation of those of its steps; the padding, and what came last, are not counted."""
+    seen = batch.state[:, :-1][(batch.weight > 0).any(-1)]
+    state = (batch.state - seen.mean(0)) / (seen.var(0, correction=0) + 1e-8).sqrt()
+    return batch._replace(state=state.clamp(-10, 10))
+
+
+# proves facmac-5
+@pytest.mark.parametrize("individual", [True, False])
+def test_the_scale_of_the_states_makes_no_difference(individual):
+    args, agent, critic, batch = case(individual)
+    assert_the_scale_of_the_states_makes_no_difference(facmac, args, agent, critic, batch)
+
+
+def assert_the_scale_of_the_states_makes_no_difference(script, args, agent, critic, batch):
+    """An update learns the same from states of another scale."""
+    results = []
+    for seen in (batch, batch._replace(state=30 * batch.state - 7)):
+        networks, targets = copy.deepcopy((agent, critic)), copy.deepcopy((agent, critic))
+        optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in networks]
+        torch.manual_seed(9)
+        script.update(*networks, targets, optimizers, seen, args)
+        results.append([p.detach() for network in networks for p in network.parameters()])
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_update_is_two_descents_with_the_critic_first():
     """Against an update written out; many of them on one batch do what the losses ask for."""
     args, agent, critic, batch = case(True)
@@ -204,6 +231,7 @@ def test_update_is_two_descents_with_the_critic_first():
     torch.manual_seed(9)
     first = facmac.update(agent, critic, targets, optimizers, batch, dataclasses.replace(args, clip_gradients=-1))
     torch.manual_seed(9)
+    batch = normalised(batch)
     target = facmac.critic_targets(*targets, batch, args.gamma)
     facmac.critic_loss(critic2, batch, target).sum().backward()
     reference[1].step()

@@ -11,7 +11,7 @@ from cleanmarl.run import load_checkpoint
 import numpy as np
 import pytest
 import torch
-from test_facmac import by_hand
+from test_facmac import assert_the_scale_of_the_states_makes_no_difference, by_hand
 from test_maddpg import CPU, SMALL, played, world
 from toys import code, double, scalars
 
@@ -62,6 +62,13 @@ def test_actor_gradient_is_that_of_a_loop_over_agents(individual):
             total -= g / batch.alive.sum()
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b)
+
+
+# proves facmac-5
+@pytest.mark.parametrize("individual", [True, False])
+def test_the_scale_of_the_states_makes_no_difference(individual):
+    args, agent, critic, batch = case(individual)
+    assert_the_scale_of_the_states_makes_no_difference(facmac_continuous_action, args, agent, critic, batch)
 
 
 @pytest.mark.parametrize("individual", [False, True])
