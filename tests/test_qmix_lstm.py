@@ -4,6 +4,7 @@ from cleanmarl import qmix, qmix_lstm, vdn_lstm
 
 import pytest
 import torch
+from test_value_family import assert_same_update
 from test_vdn import assert_agents_find_the_best_joint_action, assert_targets_are_their_definition, case, values
 from test_vdn_lstm import assert_memories_are_those_of_the_living
 
@@ -20,6 +21,12 @@ def test_memories_are_those_of_the_living_and_of_the_episodes_under_way():
 @pytest.mark.parametrize("td_lambda", [0.0, 0.6])
 def test_targets_are_their_definition(td_lambda):
     assert_targets_are_their_definition(qmix_lstm, td_lambda=td_lambda, gamma=0.9)
+
+
+# proves qmix-3
+def test_the_scale_of_the_states_makes_no_difference():
+    args, agent, target, batch = case(qmix_lstm)
+    assert_same_update(qmix_lstm, agent, target, args, batch, batch._replace(state=30 * batch.state - 7))
 
 
 def test_it_is_both_its_relatives():
