@@ -12,13 +12,15 @@ done
 $PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script" \
     --command benchmark/baselines.sh
 # where rewards are rare: rewards normalised, as in EPyMARL
-for script in vdn idqn; do
+for script in vdn idqn qmix; do
+    rate=()
+    if [ $script = qmix ]; then rate=(--learning-rate 1e-3 --polyak 0.01); fi
     $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 3 --workers "$WORKERS" \
         --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/vdn_foraging_long \
-        -- --total-timesteps 1500000 --gamma 0.99 --normalize-reward
+        -- --total-timesteps 1500000 --gamma 0.99 --normalize-reward "${rate[@]}"
 done
 $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foraging_long --command benchmark/baselines.sh \
-    --note "the defaults but for a discount of 0.99 and normalised rewards"
+    --note "a discount of 0.99 and normalised rewards; QMIX with VDN's learning rate and target"
 for script in vdn idqn qmix; do
     $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 3 --workers "$WORKERS" \
         --env-ids mpe/simple_speaker_listener_v4 --runs-dir runs/vdn_listener_long -- --total-timesteps 2000000
