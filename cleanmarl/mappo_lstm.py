@@ -76,6 +76,8 @@ class Args(OnPolicyArgs):
     """largest norm of the gradient of a network"""
     normalize_value: bool = True
     """let critics predict normalised returns, by the running mean and deviation (PopArt)"""
+    normalize_state: bool = False
+    """let critics see the state by its running mean and deviation; for states of many scales, as in battles"""
     time_limit_bootstrap: bool = True
     """at a time limit add gamma V(final state) to the reward: a truncated episode is not a terminated one"""
 
@@ -144,6 +146,7 @@ class Agent(nn.Module):
             layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         self.value_stats = PopArt(M, 1) if args.normalize_value else None
+        self.state_stats = RunningMeanStd(1, envs.state_size) if args.normalize_state else nn.Identity()
         self.share_parameters, self.may_die = args.share_parameters, envs.may_die
 
     def logits(self, obs: torch.Tensor, action_mask: torch.Tensor, memory: torch.Tensor, forget: torch.Tensor):
@@ -152,7 +155,7 @@ class Agent(nn.Module):
 
     def normalized_value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor, memory, forget=None):
         """Values (R, A) as the critics predict them, memories (R, A, H); state (R, S), obs (R, A, D), alive (R, A)."""
-        state = state[:, None]  # (R, 1, S)
+        state = self.state_stats(state[:, None])  # detail mappo-9: states of one scale, (R, 1, S)
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs = state * alive[..., None], obs * alive[..., None]
         value, memories = self.critic((state, obs), memory, forget)  # detail mappo-2: from state and own observation
@@ -421,6 +424,8 @@ def main(args: Args) -> Path:
             run.step += steps_per_update
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, optimizer, batch, args)
+            if args.normalize_state:  # detail mappo-9: only now, the update needs the statistics of its values
+                agent.state_stats.update(batch.state[:, None])
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)

@@ -104,6 +104,7 @@ DETAILS = {
     "mappo-6": "Advantages are normalised over the rollout",
     "mappo-7": "Actor and critic are clipped by norms of their own",
     "mappo-8": "Few epochs and large minibatches, in which the agents of a step stay together",
+    "mappo-9": "Critics may see states of one scale, by their running mean and deviation",
     "coppo-1": "The product of the others' ratios enters the objective (equation 10)",
     "coppo-2": "Double clipping: that product is clipped before the agent's own ratio is",
     "coppo-3": "Agents are updated in turn, with the newest ratios of the others (algorithm 1)",

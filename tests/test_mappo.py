@@ -2,7 +2,7 @@
 
 import sys
 
-from cleanmarl import enjoy, mappo
+from cleanmarl import coppo, coppo_lstm, enjoy, mappo, mappo_lstm
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import AgentIds, StackedLinear, Tanh
@@ -332,6 +332,34 @@ def test_death_masking(team):
     # in environment 0, which terminates, with lambda = 1, the returns are those of the whole episode
     expected = sum(0.9**k * (k + 1) for k in range(6))
     np.testing.assert_allclose(batch.return_.view(50, 4, 3)[0, 0], expected, rtol=1e-4)
+
+
+# proves mappo-9
+@pytest.mark.parametrize("script", [coppo, coppo_lstm, mappo, mappo_lstm])
+def test_critics_see_states_of_one_scale(script, team, tmp_path, monkeypatch):
+    """By the mean and deviation of all states of the rollouts before, which are saved with the agent."""
+    sizes = SMALL | {"num_steps": 52, "total_timesteps": 624, "num_minibatches": 1, "update_epochs": 1}
+    args = script.Args(env_id=team, **sizes, normalize_state=True, runs_dir=str(tmp_path))
+    rollouts, agents, seen, estimate = [], [], [], script.estimate
+
+    def spy(agent, rollout, *rest):
+        if not agents:
+            agents.append(agent)
+            agent.critic.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0].detach().clone()))
+        rollouts.append(type(rollout)(*(x.copy() for x in rollout)))
+        return estimate(agent, rollout, *rest)
+
+    monkeypatch.setattr(script, "estimate", spy)
+    saved = load_checkpoint(script.main(args))["modules"]["agent"]
+    states = [rollout.state.reshape(-1, 2) for rollout in rollouts]
+    mean, std = np.concatenate(states).mean(0), np.concatenate(states).std(0)
+    np.testing.assert_allclose(saved["state_stats.mean"][0], mean, rtol=1e-5)
+    np.testing.assert_allclose(saved["state_stats.var"][0], std**2, rtol=1e-4)
+    assert saved["state_stats.count"].item() == 3 * 208
+
+    mean, std = np.concatenate(states[:2]).mean(0), np.concatenate(states[:2]).std(0)
+    alive = rollouts[2].agent_mask.reshape(-1, 3, 1)  # the dead see zeros
+    np.testing.assert_allclose(seen[-1], ((states[2] - mean) / std)[:, None] * alive, rtol=1e-3, atol=1e-4)
 
 
 def test_a_time_limit_bootstraps_from_the_final_state(team):
