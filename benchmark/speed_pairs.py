@@ -14,7 +14,7 @@ class Pair:
 
     script: str
     beside: str
-    goal: float  # of ours / peer
+    goal: float | None  # of ours / peer
     ours: str
     steps: int
     peer: str
@@ -294,5 +294,42 @@ PAIRS = [
         ours_differs="CartPole-v1; 16 environments; actor and critic are networks 64-64 with tanh",
         peer_differs="CartPole-v0; 8 environments; one network 64-64 with ReLU and a head each; an unroll is used 16 "
         "times at most",
+    ),
+    Pair(
+        script="impala",
+        beside="RLlib IMPALA",
+        goal=None,
+        ours=ours("impala", "--num-actors 0 --num-envs 10 --unroll-length 50 --updates-per-collect 1"),
+        steps=163_840,
+        peer="bash benchmark/peers/rllib.sh {peers} {steps} {seed}",
+        peer_steps=81_920,
+        settings="CartPole-v1: 10 environments, unrolls of 50 steps, a gradient step for 500 steps (RLlib's default), "
+        "networks 64-64 of actor and critic with tanh, Adam, one process; nothing is evaluated",
+        peer_differs="the servers that Ray starts are not counted",
+    ),
+    Pair(
+        script="impala",
+        beside="Sample Factory APPO",
+        goal=None,
+        ours=ours("impala", "--num-actors 0 --num-envs 16 --unroll-length 32 --updates-per-collect 1"),
+        steps=163_840,
+        peer="bash benchmark/peers/sample_factory.sh {peers} {tmp} {steps} {seed}",
+        peer_steps=40_960,
+        settings="CartPole-v1: 16 environments, unrolls of 32 steps, a gradient step for 512 steps, V-trace, networks "
+        "64-64 of actor and critic with tanh, Adam, one process; nothing is evaluated",
+        peer_differs="PPO's clipped objective beside V-trace; its serial mode",
+    ),
+    Pair(
+        script="impala_atari_envpool",
+        beside="MonoBeast",
+        goal=1.5,
+        ours=ours("impala_atari_envpool", "--shallow --num-actors 0 --num-envs 16 --batch-size 8"),
+        steps=12_800,
+        peer="bash benchmark/peers/monobeast.sh {peers} {tmp} {steps}",
+        peer_steps=8_000,
+        settings="Pong: a gradient step for 8 unrolls of 20 steps, two convolutions of 16 and 32 channels and a layer "
+        "of 256, RMSProp, float32; nothing is evaluated",
+        ours_differs="16 environments of envpool in one process",
+        peer_differs="an environment of Gymnasium in each of two processes; the heads see the last action and reward",
     ),
 ]

@@ -442,7 +442,15 @@ def speed_tables() -> str:
     for row in rows:
         ours, peer = (f"{int(row[side]):,}" for side in ("ours", "peer"))
         ratio = f"{float(row['ratio']):.2f} ({float(row['ratio_min']):.2f}-{float(row['ratio_max']):.2f})"
-        cells = [f"`{row['script']}`", row["beside"], ours, peer, ratio, f"{float(row['goal']):g}", row["n"]]
+        cells = [
+            f"`{row['script']}`",
+            row["beside"],
+            ours,
+            peer,
+            ratio,
+            f"{float(row['goal']):g}" if row["goal"] else "-",
+            row["n"],
+        ]
         rates.append(f"| {' | '.join(cells)} |")
         cells = [f"`{row['script']}`, {row['beside']}", row["settings"], row["ours_differs"], row["peer_differs"]]
         settings += [f"| {' | '.join(cells)} |"] if not row["script"].endswith(" --compile") else []
