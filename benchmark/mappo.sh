@@ -30,8 +30,9 @@ run mappo 3 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 
 battles=(--num-envs 128 --num-steps 128 --num-minibatches 4 --update-epochs 4 --gamma 0.99 --learning-rate 2e-3
     --critic-learning-rate 2e-3 --anneal-lr --ent-coef 0 --max-grad-norm 0.25 --actor-hidden-dim 128 --critic-hidden-dim 128
     --activation relu)
-for script in ippo mappo coppo; do
-    run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
+run ippo 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
+for script in mappo coppo; do # states hold coordinates up to 32
+    run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 done
 # with the bootstrap at the time limit half of the teams learn to run away
 for script in mappo coppo; do
