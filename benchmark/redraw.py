@@ -2,10 +2,12 @@
 
     python benchmark/redraw.py
 
-The same bytes come out each time. Learning curves and report.html are made by report.py; the other figures are below.
+The same bytes come out each time. Learning curves and report.html are made by report.py; the other figures, and
+README.md's table of results, are below.
 """
 
 import json
+import math
 import runpy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import tyro
 from matplotlib.ticker import LogLocator, NullFormatter
-from report import redraw, save, write_html, write_page
+from report import FINAL, last_tenth, number, read_figure, redraw, save, summary, write_html, write_page, yardsticks
 
 ROOT = Path(__file__).resolve().parent.parent
 GAMES = {  # panel of the figure of the other games -> its place
@@ -25,6 +27,27 @@ GAMES = {  # panel of the figure of the other games -> its place
     "climbing-4p-penalty": (1, 1),
     "climbing-4p-rising": (1, 2),
 }
+# README.md's table: figure -> its scripts there, and what their settings have in them
+README = {
+    "ppo_cartpole": ("ppo", ""),
+    "impala_lunarlander": ("impala", ""),
+    "ppo_continuous_action_hopper": ("ppo_continuous_action", ""),
+    "ppo_continuous_action_walker2d": ("ppo_continuous_action", ""),
+    "ppo_continuous_action_halfcheetah": ("ppo_continuous_action", ""),
+    "impala_atari_envpool_pong": ("impala_atari_envpool", "--ent-coef 0.001"),
+    "mappo_spread_long": ("mappo coppo ippo", ""),
+    "vdn_spread_long": ("vdn qmix", ""),
+    "mappo_listener_long": ("mappo coppo ippo", ""),
+    "vdn_listener_long": ("qmix vdn", ""),
+    "mappo_foraging_long": ("mappo", ""),
+    "vdn_foraging_long": ("vdn qmix idqn", ""),
+    "mappo_smax_long": ("mappo coppo", ""),
+    "vdn_smax_3m": ("vdn qmix idqn", ""),
+}
+README_START, README_END = (
+    "<!-- made by benchmark/redraw.py of docs/results/data -->\n",
+    "<!-- end of the results -->\n",
+)
 
 
 @dataclass
@@ -212,6 +235,31 @@ def finish_games(figure, out: Path, title: str) -> None:
     write_page(out, caption, markdown(rows, 2))
 
 
+def readme_results(results: Path) -> str:
+    """README.md's table: the last evaluation, or in battles the share won in the last tenth of training."""
+    known = yardsticks().assign(battles=lambda x: x.metric == "battle_won")
+    known, rows = known[known.battles | (known.metric == "ep_reward")], []
+    for name, (scripts, settings) in README.items():
+        data, figure = read_figure(results / name)
+        data = data[data.settings.fillna(figure["note"]).str.contains(settings, regex=False)]
+        for script in scripts.split():
+            runs = data[data.script == script]
+            task, is_battle = runs.env_id.iloc[0], figure["tag"] == "rollout/battle_won"
+            final = last_tenth(runs) if is_battle else runs[runs.metric == FINAL[1]]
+            mean, low, high = summary(final)[["mean", "low", "high"]].iloc[0]
+            seeds = runs.seeds.max() if "seeds" in runs else runs.seed.nunique()
+            result = number(mean) + ("" if seeds == 1 else f" [{number(low, mean)}, {number(high, mean)}]")
+            minutes = runs.groupby("seed").cpu_seconds.max().mean() / 60 if "seed" in runs else math.nan
+            yard = known[(known.env_id == task) & (known.battles == is_battle)].set_index("kind")
+            cells = [f"{yard.score[kind]:g}" if kind in yard.index else "" for kind in ("random", "best")]
+            best = f"{cells[1]} ({yard.label['best']})" if cells[1] else ""
+            share = ", share of battles won" if is_battle else ""
+            rows.append([task + share, f"`{script}.py`", f"{seeds}", f"{runs.step.max():,.0f}"])
+            rows[-1] += ["" if math.isnan(minutes) else f"{minutes:.0f}", result, cells[0], best]
+    head = ["task", "script", "seeds", "steps", "CPU-minutes", "result", "random", "to compare with"]
+    return markdown(pd.DataFrame(rows, columns=head), 2)
+
+
 def main(args: Args) -> None:
     for name in json.loads((args.results / "data" / "figures.json").read_text()):
         redraw(args.results / name)
@@ -221,6 +269,10 @@ def main(args: Args) -> None:
     time_to_score(args.results / "speed_time_to_score")
     coppo_matrix(args.results)
     qtran_matrix(args.results / "qtran_matrix")
+    if args.results == Args.results:
+        before, _, rest = (ROOT / "README.md").read_text().partition(README_START)
+        table = readme_results(args.results)
+        (ROOT / "README.md").write_text(before + README_START + table + README_END + rest.partition(README_END)[2])
     for script in sorted((args.results.parent / "figures").glob("*.py")):
         runpy.run_path(str(script), run_name="__main__")
 

@@ -49,6 +49,7 @@ CURVE = ["env_id", "script", "settings"]  # what a curve is of
 GRID_POINTS, PAGE_POINTS = 200, 100  # of a curve in the table and in a figure, and on the page
 LAST_EPISODES = 100
 FINAL = [f"last {LAST_EPISODES} episodes", "last evaluation"]  # metrics of the results that a table has
+LATE = ", last tenth"  # of training: what is drawn, if that is not the return
 PLANNED = "planned steps"  # metric of a run that was stopped: its --total-timesteps
 ENOUGH_RUNS = 10  # for an interquartile mean of one environment, and for its interval
 WORDS = {RETURN: "Return of the episodes in training", EVAL: "Return in evaluation"}
@@ -220,6 +221,15 @@ def final_results(data: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(rows).dropna(subset="value")
 
 
+def last_tenth(data: pd.DataFrame) -> pd.DataFrame:
+    """Means over the last tenth of training of those curves that are of something else than the return."""
+    curves = data[~data.metric.isin([RETURN, *FINAL, PLANNED])]
+    run = [*CURVE, "seed" if "seed" in data else "seeds", "metric"]
+    late = curves[curves.step > 0.9 * curves.groupby(run, dropna=False).step.transform("max")]
+    means = late.groupby(run, dropna=False).mean(numeric_only=True).reset_index()
+    return means.assign(metric=means.metric + LATE)
+
+
 # Statistics
 
 
@@ -328,20 +338,24 @@ def number(value: float, scale: float | None = None) -> str:
 
 def final_table(data: pd.DataFrame, note: str = "") -> str:
     """Final results as Markdown: mean [interval] over seeds, by environment, between random and best-known scores."""
-    head = ["environment", "script", "settings", "seeds", "steps", *FINAL]
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---:|---:|---:|---:|"]
-    final, known = data[data.metric.isin([*FINAL, PLANNED])], yardsticks()
-    known = known[known.metric == "ep_reward"]
+    metrics = [*data.metric[data.metric.str.endswith(LATE)].unique(), *FINAL]
+    head = ["environment", "script", "settings", "seeds", "steps", *metrics]
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|" + "---:|" * (2 + len(metrics))]
+    final, known = data[data.metric.isin([*metrics, PLANNED])], yardsticks()
+    names = [name.removesuffix(LATE).partition("/")[2] for name in metrics[:-2]] + ["ep_reward"]
     for env_id, of_env in final.groupby("env_id"):
-        for x in known[known.env_id == env_id].itertuples():
-            lines.append(f"| {env_id} | *{x.label}* | | | | {number(x.score)} | |")
+        of_task = known[(known.env_id == env_id) & known.metric.isin(names)]
+        for label, scores in of_task.groupby("label", sort=False):
+            scores = scores.set_index("metric").score
+            cells = [number(scores[name]) if name in scores else "" for name in names]
+            lines.append(f"| {env_id} | *{label}* | | | | {' | '.join(cells)} | |")
         for (script, settings), rows in of_env.groupby(["script", "settings"], dropna=False):
             planned = rows[rows.metric == PLANNED]
             steps = f"{rows.step.max():,.0f}" + (f" of {planned['mean'].max():,.0f}, stopped" if len(planned) else "")
             settings = settings if isinstance(settings, str) else note.partition(";")[0]
             settings = f"`{settings}`" if settings.startswith("--") else settings
             cells = [env_id, script, settings, f"{rows.seeds.max()}", steps]
-            for metric in FINAL:
+            for metric in metrics:
                 results = rows[rows.metric == metric][["mean", "low", "high"]].to_numpy()
                 mean, low, high = results[0] if len(results) else (np.nan, np.nan, np.nan)
                 text = "" if np.isnan(mean) else number(mean)
@@ -470,7 +484,7 @@ def read_figure(out: Path) -> tuple[pd.DataFrame, dict[str, str]]:
 def redraw(out: Path) -> str:
     """Writes out.svg and out.md from data/ beside them; returns the table of results."""
     data, figure = read_figure(out)
-    table, scores, were_kept = summary(data), aggregate(data), "mean" not in data
+    table, scores, were_kept = summary(pd.concat([data, last_tenth(data)])), aggregate(data), "mean" not in data
     draw(table, scores, figure, out)
     text = final_table(table, figure["note"]) + ("" if scores is None else f"\n{aggregate_table(scores)}")
     write_page(out, caption(table, figure, were_kept, scores is not None), text)

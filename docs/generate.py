@@ -386,22 +386,29 @@ def results_of(script: str, pages: list[str]) -> str:
 def benchmarks_tables(pages: list[str]) -> str:
     """The rows of the tables that benchmark/report.py wrote, by environment, each with its settings."""
     figures = json.loads((DOCS / "results" / "data" / "figures.json").read_text())
-    rows = {}
+    rows = {}  # environment -> (script, steps, settings) -> results by the names of their columns
     for name, (_, table) in results().items():
         owner = max((page for page in pages if name.startswith(f"{page}_")), key=len, default=None)
-        lines = table.partition("\n\n")[0].splitlines()[2:]  # a second table is of all environments together
-        for line in lines if name in figures and owner else []:
-            env_id, script, settings, seeds, steps, *ends = (cell.strip() for cell in line.strip("|").split("|"))
+        lines = table.partition("\n\n")[0].splitlines()  # a second table is of all environments together
+        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        for env_id, script, settings, seeds, steps, *ends in lines[2:] if name in figures and owner else []:
             if seeds:  # without them it is a random or best-known score, the same in every figure
                 script = f"[{script.replace('_', '_<wbr>')}](/algorithms/{script}.md)" if script in pages else script
                 settings, steps = f"[{settings}](/algorithms/{owner}.md#{name})", f"{seeds} x {steps}"
-            of_env = rows.setdefault(env_id, [])
-            row = f"| {' | '.join([script, *ends, steps, settings])} |"
-            of_env += [row] if row not in of_env else []
-    head = "| script | last 100 episodes | last evaluation | seeds x steps | settings |\n|---|---:|---:|---:|---|"
-    # Scores to compare with first: their names are in italics.
-    tables = {env_id: sorted(of_env, key=lambda row: not row.startswith("| *")) for env_id, of_env in rows.items()}
-    return "\n".join("\n".join([f"### {env_id}\n", head, *tables[env_id]]) + "\n" for env_id in sorted(tables))
+            of_row = rows.setdefault(env_id, {}).setdefault((script, steps, settings), {})
+            of_row |= zip(lines[0][5:], ends)
+    tables = []
+    for env_id, of_env in sorted(rows.items()):
+        columns = sorted(
+            {column for cells in of_env.values() for column in cells}, key=lambda name: (name.startswith("last"), name)
+        )
+        head = ["script", *columns, "seeds x steps", "settings"]
+        tables.append(f"### {env_id}\n\n| {' | '.join(head)} |\n|---|{'---:|' * (len(columns) + 1)}---|\n")
+        # Scores to compare with first: their names are in italics.
+        for (script, steps, settings), cells in sorted(of_env.items(), key=lambda row: not row[0][0].startswith("*")):
+            values = [cells.get(column, "") for column in columns]
+            tables[-1] += f"| {' | '.join([script, *values, steps, settings])} |\n"
+    return "\n".join(tables)
 
 
 def family_of(script: str) -> tuple[str, int]:

@@ -369,6 +369,14 @@ def test_published_figures_and_tables_are_redrawn_from_their_data(tmp_path):
             np.testing.assert_allclose(numbers, published_numbers, atol=0.01, err_msg=name)
 
 
+def test_the_table_of_results_in_the_readme_is_that_of_the_data():
+    results = BENCHMARK.parent / "docs" / "results"
+    text = (BENCHMARK.parent / "README.md").read_text()
+    table = redraw.readme_results(results)
+    assert redraw.README_START + table + redraw.README_END in text
+    assert "| mpe/simple_spread_v3 | `mappo.py` | 3 | 4,998,400 |" in table and "(by hand)" in table
+
+
 def test_every_learning_curve_says_its_settings_and_its_commands():
     data = BENCHMARK.parent / "docs" / "results" / "data"
     for name, figure in json.loads((data / "figures.json").read_text()).items():
