@@ -251,13 +251,13 @@ def readme_results(results: Path) -> str:
             result = number(mean) + ("" if seeds == 1 else f" [{number(low, mean)}, {number(high, mean)}]")
             minutes = runs.groupby("seed").cpu_seconds.max().mean() / 60 if "seed" in runs else math.nan
             yard = known[(known.env_id == task) & (known.battles == is_battle)].set_index("kind")
-            cells = [f"{yard.score[kind]:g}" if kind in yard.index else "" for kind in ("random", "best")]
-            best = f"{cells[1]} ({yard.label['best']})" if cells[1] else ""
-            share = ", share of battles won" if is_battle else ""
-            rows.append([task + share, f"`{script}.py`", f"{seeds}", f"{runs.step.max():,.0f}"])
-            rows[-1] += ["" if math.isnan(minutes) else f"{minutes:.0f}", result, cells[0], best]
+            random, best = (f"{yard.score[kind]:g}" if kind in yard.index else "" for kind in ("random", "best"))
+            rows.append([task + ", share of battles won" * is_battle, f"`{script}.py`", f"{seeds}"])
+            rows[-1] += [f"{runs.step.max():,.0f}", "" if math.isnan(minutes) else f"{minutes:.0f}", result, random]
+            rows[-1].append(f"{best} ({yard.label['best']})" if best else "")
     head = ["task", "script", "seeds", "steps", "CPU-minutes", "result", "random", "to compare with"]
-    return markdown(pd.DataFrame(rows, columns=head), 2)
+    table = pd.DataFrame(rows, columns=head).groupby(["task", "random", "to compare with"], sort=False).agg("<br>".join)
+    return markdown(table.reset_index()[head], 2)
 
 
 def main(args: Args) -> None:

@@ -374,7 +374,7 @@ def test_the_table_of_results_in_the_readme_is_that_of_the_data():
     text = (BENCHMARK.parent / "README.md").read_text()
     table = redraw.readme_results(results)
     assert redraw.README_START + table + redraw.README_END in text
-    assert "| mpe/simple_spread_v3 | `mappo.py` | 3 | 4,998,400 |" in table and "(by hand)" in table
+    assert "| mpe/simple_spread_v3 | `mappo.py`<br>" in table and "(by hand)" in table
 
 
 def test_every_learning_curve_says_its_settings_and_its_commands():
