@@ -36,7 +36,7 @@ for script in mappo coppo; do # states hold coordinates up to 32
 done
 # with the bootstrap at the time limit half of the teams learn to run away
 for script in mappo coppo; do
-    run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}"
+    run $script 3 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
 done
 # predators and prey have nothing in common to share; the curve is that of a predator
 for script in ippo_per_agent mappo coppo; do
@@ -59,8 +59,10 @@ $PYTHON benchmark/report.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__
     --note "IPPO with all settings of MAPPO that it has, MAPPO with its defaults: they differ in the critic" --command benchmark/mappo.sh
 plot spread_long \
     --note "the defaults of each script"
-plot smax_long --tag rollout/battle_won \
-    --note "JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers; with the bootstrap the runs that went to the end, of six that were begun"
+jaxmarls="JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers"
+plot smax_long --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
+plot smax_bootstrap --tag rollout/battle_won \
+    --note "$jaxmarls, a time limit bootstrapped; the runs that went to the end, of six that were begun"
 for name in listener_long foraging_long reference_long; do
     plot $name --note "the defaults of each script"
 done

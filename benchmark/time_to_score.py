@@ -114,10 +114,10 @@ CONTESTANTS = [
         Contestant(
             *BATTLE,
             name,
-            f"python cleanmarl/{name}.py --env-id smax/3m --total-timesteps 3000000 {JAXMARLS} {OURS}",
+            f"python cleanmarl/{name}.py --env-id smax/3m --total-timesteps 3000000 {JAXMARLS} {flags}{OURS}",
             "rollout/battle_won",
         )
-        for name in ("mappo", "mappo_lstm")
+        for name, flags in {"mappo": "--normalize-state ", "ippo": "", "mappo_lstm": "--normalize-state "}.items()
     ),
     Contestant(  # recurrent
         *BATTLE,
