@@ -29,8 +29,9 @@ OF_AGENTS = [name for name in SCRIPTS if "MultiAgentVectorEnv" in (FOLDER / f"{n
 # environments with episodes of 5, 6 and 7 steps, or of 25.
 SMALL = {"total_timesteps": 180, "num_envs": 3, "num_steps": 10, "num_minibatches": 1, "update_epochs": 2}
 SMALL |= {"batch_size": 3, "buffer_size": 12, "log_every": 2, "eval_steps": 4, "num_eval_ep": 2, "train_freq": 1}
-SMALL |= {"normalize_reward": True, "normalize_obs": True, "normalize_value": True, "epsilon_timesteps": 120}
+SMALL |= {"normalize_reward": True, "normalize_obs": True, "normalize_state": True, "normalize_value": True}
 SMALL |= {
+    "epsilon_timesteps": 120,
     "on_policy_episodes": 3,
     "hidden_dim": 8,
     "actor_hidden_dim": 8,
