@@ -32,12 +32,12 @@ $PYTHON benchmark/report.py runs/impala_continuous_action --out docs/results/imp
     --note "the defaults without actors (\`--num-actors 0\`)" --command benchmark/impala.sh
 
 # hours on one core: the shallow network, eight unrolls in a gradient step; a tenth of the paper's entropy bonus, and the paper's
-pong() {  # folder of the runs, flags
-    $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
-        --workers 1 --runs-dir "runs/impala_pong/$1" -- --shallow --num-actors 0 --num-envs 16 --batch-size 8 "${@:2}"
+pong() {  # folder of the runs, number of seeds, flags
+    $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 --num-seeds "$2" \
+        --workers 1 --runs-dir "runs/impala_pong/$1" -- --shallow --num-actors 0 --num-envs 16 --batch-size 8 "${@:3}"
 }
-pong less_entropy --ent-coef 0.001 --bf16 on
-pong papers_entropy
+pong less_entropy 2 --ent-coef 0.001 --bf16 on
+pong papers_entropy 1
 $PYTHON benchmark/report.py runs/impala_pong --out docs/results/impala_atari_envpool_pong \
     --note "the shallow network, batches of 8 unrolls of 16 environments" --command benchmark/impala.sh
 
