@@ -267,6 +267,8 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     device = next(agent.parameters()).device
     rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
     alive = rows.agent_mask.float()
+    if args.normalize_state:  # detail mappo-9: before the values, or PopArt begins with huge ones
+        agent.state_stats.update(rows.state[:, None])
     value = agent.value(rows.state, rows.obs, alive)
     following = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"])
     next_value = agent.value(*following).cpu().numpy()
@@ -386,8 +388,6 @@ def main(args: Args) -> Path:
             run.step += steps_per_update
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, optimizer, batch, args)
-            if args.normalize_state:  # detail mappo-9: only now, the update needs the statistics of its values
-                agent.state_stats.update(batch.state[:, None])
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)

@@ -247,6 +247,8 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
         logits[t] = np.where(info["action_mask"], outputs, -1e8)
         rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
         seen = to_tensors(agent, info["state"], obs, info["agent_mask"], critic_memory)
+        if args.normalize_state:  # detail mappo-9: before the values, or PopArt begins with huge ones
+            agent.state_stats.update(seen[0][:, None])
         rollout.value[t], critic_memory = (x.cpu().numpy() for x in agent.value(*seen))
 
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
@@ -424,8 +426,6 @@ def main(args: Args) -> Path:
             run.step += steps_per_update
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, optimizer, batch, args)
-            if args.normalize_state:  # detail mappo-9: only now, the update needs the statistics of its values
-                agent.state_stats.update(batch.state[:, None])
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)

@@ -337,7 +337,7 @@ def test_death_masking(team):
 # proves mappo-9
 @pytest.mark.parametrize("script", [coppo, coppo_lstm, mappo, mappo_lstm])
 def test_critics_see_states_of_one_scale(script, team, tmp_path, monkeypatch):
-    """By the mean and deviation of all states of the rollouts before, which are saved with the agent."""
+    """By the mean and deviation of all states so far, which are saved with the agent."""
     sizes = SMALL | {"num_steps": 52, "total_timesteps": 624, "num_minibatches": 1, "update_epochs": 1}
     args = script.Args(env_id=team, **sizes, normalize_state=True, runs_dir=str(tmp_path))
     rollouts, agents, seen, estimate = [], [], [], script.estimate
@@ -357,7 +357,6 @@ def test_critics_see_states_of_one_scale(script, team, tmp_path, monkeypatch):
     np.testing.assert_allclose(saved["state_stats.var"][0], std**2, rtol=1e-4)
     assert saved["state_stats.count"].item() == 3 * 208
 
-    mean, std = np.concatenate(states[:2]).mean(0), np.concatenate(states[:2]).std(0)
     alive = rollouts[2].agent_mask.reshape(-1, 3, 1)  # the dead see zeros
     np.testing.assert_allclose(seen[-1], ((states[2] - mean) / std)[:, None] * alive, rtol=1e-3, atol=1e-4)
 
