@@ -41,6 +41,7 @@ README = {
     "vdn_listener_long": ("qmix vdn", ""),
     "mappo_foraging_long": ("mappo", ""),
     "vdn_foraging_long": ("vdn qmix idqn", ""),
+    "mappo_smax_long": ("ippo mappo coppo", ""),
     "vdn_smax_3m": ("vdn qmix idqn", ""),
 }
 README_START, README_END = (
