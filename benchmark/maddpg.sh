@@ -46,7 +46,7 @@ $PYTHON benchmark/report.py runs/maddpg_multienvs_simple_adversary_v3 --tag eval
     --out docs/results/maddpg_multienvs_simple_adversary \
     --note "the defaults but for \`--gamma 0.99\`; the curve is an agent of the pair in evaluations, the table the sum of all three agents" --command benchmark/maddpg.sh
 
-# SMAClite, if it is there (docs/environments.md): about 100 steps a second
+# SMAClite, if it is there (docs/environments.md): some hundred steps a second
 if $PYTHON -c "import smaclite" 2>/dev/null; then
     $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
         --env-ids smaclite/3m --runs-dir runs/maddpg_multienvs_smaclite_3m -- --total-timesteps 40000 --gamma 0.99

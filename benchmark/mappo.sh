@@ -117,7 +117,7 @@ plot continuous_action_spread \
 plot continuous_action_multiwalker \
     --note "16 environments, rollouts of 200 steps, discount 0.99"
 
-# SMAClite, if it is there (docs/environments.md): 100 steps a second; the settings of CleanMARL's MAPPO
+# SMAClite, if it is there (docs/environments.md): some hundred steps a second; the settings of CleanMARL's MAPPO
 if $PYTHON -c "import smaclite" 2>/dev/null; then
     same=(--total-timesteps 30000 --num-envs 3 --num-steps 25 --num-minibatches 1 --update-epochs 3 --gamma 0.99 --no-norm-adv
         --no-normalize-value --ent-coef 0.001 --learning-rate 8e-4 --no-time-limit-bootstrap)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 from cleanmarl import ippo
 from cleanmarl.enjoy import Args as EnjoyArgs
@@ -15,6 +16,8 @@ from cleanmarl.run import load_checkpoint
 import gymnasium as gym
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optional import needs
 
 NEEDED = needs("smaclite")
@@ -63,7 +66,13 @@ def fresh(name: str, tmp_path):
 @NEEDED
 @pytest.mark.parametrize(
     "name, num_workers, steps, policy",
-    [("2s3z", 2, 60, None), ("3m", 0, 60, focus_fire), ("MMM", 1, 30, None), ("so_many_baneling", 0, 20, None)],
+    [
+        ("2s3z", 2, 60, None),
+        ("3m", 0, 60, focus_fire),
+        ("MMM", 1, 30, None),
+        ("so_many_baneling", 0, 20, None),
+        ("1c3s5z", 1, 150, None),
+    ],
 )
 def test_equals_the_package(name, num_workers, steps, policy, tmp_path):
     N, limit = 2, 24 if name == "2s3z" else SMAC[name][2]
@@ -102,6 +111,41 @@ def test_equals_the_package(name, num_workers, steps, policy, tmp_path):
             np.testing.assert_array_equal(info["agent_mask"][n], alive)
             seen(obs, env, obs_, info["state"], info["action_mask"])
     assert ends >= (0 if name == "MMM" else N) and (deaths or name == "MMM")
+
+
+@NEEDED
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_neighbours_are_those_of_the_package(data):
+    from smaclite.env.rvo2.neighbour_finder import ALL_PLANES, NeighbourFinder
+
+    num_units = data.draw(st.integers(0, 60))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+
+    def unit(plane, valid_targets, pos):
+        return SimpleNamespace(plane=plane, valid_targets=valid_targets, pos=pos)
+
+    planes = sorted(ALL_PLANES, key=lambda plane: plane.name)[: data.draw(st.integers(1, 3))]
+    grid = rng.integers(0, 8, (num_units, 2)).astype(np.float32)  # with distances that are a radius to the last bit
+    places = grid if data.draw(st.booleans()) else rng.uniform(0, 32, (num_units, 2)).astype(np.float32)
+    units = [unit(planes[rng.integers(len(planes))], set(rng.choice(planes, 1)), pos) for pos in places]
+    mode = {key: data.draw(st.booleans()) for key in ("return_distance", "same_plane_only")}
+    mode["targetting_mode"] = not mode["same_plane_only"] and data.draw(st.booleans())
+    # where it is told of targets the package takes one unit's radius for another's, if they differ
+    radius = 5 if mode["targetting_mode"] else rng.integers(1, 10, num_units).tolist()
+    ours, theirs = family.Neighbours(ALL_PLANES), NeighbourFinder()
+    armies = dict(enumerate(units)), dict(enumerate(units))
+    for finder, army in zip((ours, theirs), armies):
+        finder.set_all_units(army)
+    for each in units:
+        each.pos += 1  # until the next update the others are where they were
+    assert ours.query_radius(units, radius, **mode) == theirs.query_radius(units, radius, **mode)
+    for dead in (range(0, num_units, 2), range(1, num_units, 2)):  # half of them, then all
+        for finder, army in zip((ours, theirs), armies):
+            for i in dead:
+                del army[i]
+            finder.update()
+        assert ours.query_radius(units, radius, **mode) == theirs.query_radius(units, radius, **mode)
 
 
 @NEEDED

@@ -140,7 +140,8 @@ def original(family: str, name: str, clock: Clock = time.perf_counter, **options
     if family in ("lbf", "rware"):
         return tuple_steps(module.parallel_env(name, **options).env, clock)
     if family == "smaclite":
-        return battle_steps(module.parallel_env(name, **options).env, clock)
+        options.pop("max_steps", None)  # the package has no time limit
+        return battle_steps(module.package_env(name, **options), clock)
     if family == "smax":
         return jax_steps(module.Game(name, **options).env, clock)
     if family in ("jumanji", "pgx"):
