@@ -251,12 +251,10 @@ def test_films_that_their_packages_make_on_a_display_only(env_id, tmp_path, monk
 
 def test_pictures_of_foraging_show_what_is_where():
     need("lbforaging")
-    env = lbf.parallel_env("Foraging-5x5-2p-1f-v3")
-    env.reset(seed=1)
-    env.env.field[:] = 0
-    env.env.field[1, 3] = 1
-    env.env.players[0].position, env.env.players[1].position = (4, 0), (2, 2)
-    frame = lbf.picture(env.env).astype(int)
+    envs = lbf.make("Foraging-5x5-2p-1f-v3", 2, render_mode="rgb_array")
+    envs.reset(seed=1)
+    envs.food[0], envs.position[0] = (1, 3), ((4, 0), (2, 2))
+    frame = envs.render().astype(int)
     assert frame.shape == (200, 200, 3)
     places = [(1, 3), (4, 0), (2, 2), (0, 0)]
     green, first, second, nothing = (frame[row * 40 + 11, column * 40 + 11] for row, column in places)

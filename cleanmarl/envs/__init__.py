@@ -49,7 +49,7 @@ FAMILIES = {  # family -> what it is; each is a module of this package, imported
     "matrix": "cooperative matrix games, batched in NumPy",
     "jumanji": "multi-agent tasks of Jumanji in envpool's C++",
     "pgx": "two-player games of Pgx in envpool's C++: who is not to move waits",
-    "lbf": "level-based foraging, the package lbforaging, in worker processes",
+    "lbf": "level-based foraging, batched in NumPy, equal to the package lbforaging step for step",
     "rware": "robot warehouse, the package rware, in worker processes",
     "smaclite": "StarCraft's micromanagement without StarCraft, the package smaclite, in worker processes",
     "smax": "StarCraft-like battles of JaxMARL, compiled by JAX on the CPU",

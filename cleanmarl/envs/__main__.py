@@ -26,7 +26,8 @@ from cleanmarl.envs import FAMILIES, EnvError, MultiAgentVectorEnv, make, split_
 
 import numpy as np
 
-BACKENDS = {"mpe": "NumPy", "matrix": "NumPy", "jumanji": "envpool", "pgx": "envpool", "smax": "JAX"}  # else workers
+BACKENDS = {"mpe": "NumPy", "matrix": "NumPy", "lbf": "NumPy", "jumanji": "envpool", "pgx": "envpool"}
+BACKENDS |= {"smax": "JAX"}  # the others: workers
 Clock = Callable[[], float]
 ROW = "{:<44} {:>6}  {:<20} {:<16} {:>6}  {:<5}  {}"
 
@@ -137,7 +138,9 @@ def original(family: str, name: str, clock: Clock = time.perf_counter, **options
             return parallel_steps(importlib.import_module(f"mpe2.{name}").parallel_env(**options), clock)
     if family == "pz":
         return parallel_steps(module.build(name, options), clock)
-    if family in ("lbf", "rware"):
+    if family == "lbf":
+        return tuple_steps(module.package_env(name, **options), clock)
+    if family == "rware":
         return tuple_steps(module.parallel_env(name, **options).env, clock)
     if family == "smaclite":
         options.pop("max_steps", None)  # the package has no time limit

@@ -14,17 +14,25 @@ has ids of up to 4 foods; for more, such as the 15x15 tasks with 5f of the paper
     seeds           as in `pz`; an episode starts as in a freshly made environment: the package keeps new players away
                     from where players stood at the end of the last episode, so a start would depend on the past
 
-Several environments to a worker process, as in `pz`. Source: Papoudakis et al. 2021, "Benchmarking multi-agent deep
+The package draws how an episode starts; what follows are arrays of all environments, equal to the package's step for
+step. Source: Papoudakis et al. 2021, "Benchmarking multi-agent deep
 reinforcement learning algorithms in cooperative tasks" (https://arxiv.org/abs/2006.07869), whose code, EPyMARL, adds up
 the rewards of all agents: compare its returns with the sum over agents.
 """
 
 import importlib
 import re
-from collections.abc import Callable
 from typing import Any
 
-from cleanmarl.envs import EnvError, draw, pz, unknown_name
+from cleanmarl.envs import (
+    EnvError,
+    EpisodeStatistics,
+    MultiAgentVectorEnv,
+    check_actions,
+    draw,
+    env_seeds,
+    unknown_name,
+)
 
 import gymnasium as gym
 import numpy as np
@@ -46,25 +54,188 @@ def known_names() -> list[str]:
     return [*dict.fromkeys((*REPORTED, *(name for name in gym.registry if name.startswith("Foraging-"))))]
 
 
-def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options) -> pz.PettingZooVectorEnv:
-    """`num_envs` copies of `lbf/<name>` in `num_workers` processes (default: one per core; 0: in this process).
+def make(name: str, num_envs: int = 1, **options) -> "ForagingVectorEnv":
+    """`num_envs` copies of `lbf/<name>`.
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    return make_in_workers("lbf", name, parallel_env, num_envs, num_workers, options)
+    try:
+        return ForagingVectorEnv(name, num_envs, **options)
+    except EnvError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise EnvError(f"lbf/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
 
 
-def parallel_env(task: str, **options) -> "TupleEnv":
+def package_env(name: str, **options):
+    """The package's environment. Raises EnvError for an unknown name, and whatever its constructor raises."""
     need("lbf", "lbforaging")
-    parts = re.fullmatch(r"(Foraging(?:-2s)?-\d+x\d+-\d+p)-(\d+)f((?:-coop)?-v3)", task)
+    parts = re.fullmatch(r"(Foraging(?:-2s)?-\d+x\d+-\d+p)-(\d+)f((?:-coop)?-v3)", name)
     if parts and int(parts[2]) > 4:  # an id of the package, but for the number of foods
         sibling, options = f"{parts[1]}-4f{parts[3]}", {"max_num_food": int(parts[2]), **options}
     else:
-        sibling = task
-    if sibling not in gym.registry or not task.startswith("Foraging"):
-        raise unknown_name(f"lbf/{task}", known_names())
-    env = construct(sibling, options)
-    return TupleEnv(env, before_reset=forget_players, finished=lambda: not env.field.any(), picture=picture)
+        sibling = name
+    if sibling not in gym.registry or not name.startswith("Foraging"):
+        raise unknown_name(f"lbf/{name}", known_names())
+    return construct(sibling, options)
+
+
+MOVES = np.array([(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1), (0, 0)])  # row and column of each action
+LOAD = 5
+NOTHING = np.array([-1, -1, 0])  # what is seen of food or players that are not there
+
+
+class ForagingVectorEnv(MultiAgentVectorEnv):
+    """N fields with A players and up to F foods; the module's docstring says what is seen, done and earned."""
+
+    may_die = False
+
+    def __init__(self, name: str, num_envs: int, render_mode: str | None = None, **options):
+        self.env_id, self.render_mode = f"lbf/{name}", render_mode
+        self.game = game = package_env(name, **options)  # for the starts of episodes
+        self.time_limit = game._max_episode_steps
+        A, F = game.n_agents, game.max_num_food
+        size = game.observation_space[0].shape[0]
+        self._set_spaces(num_envs, [f"agent_{a}" for a in range(A)], [size] * A, [6] * A, A * size)
+
+        self.position, self.level = np.zeros((num_envs, A, 2), np.int64), np.zeros((num_envs, A), np.int64)
+        self.food, self.food_level = np.zeros((num_envs, F, 2), np.int64), np.zeros((num_envs, F), np.int64)  # 0: eaten
+        self.all_food = np.zeros(num_envs, np.int64)  # the levels of all food that there was
+        self.rngs = [np.random.default_rng() for _ in range(num_envs)]
+        self.statistics: EpisodeStatistics | None = None
+        self.players = np.array([[a, *range(a), *range(a + 1, A)] for a in range(A)])  # as each lists them
+        # nothing of this ever changes
+        self.action_mask, self.agent_mask = np.ones((num_envs, A, 6), bool), np.ones((num_envs, A), bool)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        """Start an episode in every environment; with a seed, environment n's stream depends on it and on n alone."""
+        seeds = [int(rng.integers(2**31)) for rng in self.rngs] if seed is None else env_seeds(seed, self.num_envs)
+        if seed is not None:
+            self.rngs = [np.random.default_rng(s) for s in seeds]
+        self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
+        for n, start in enumerate(seeds):
+            self._begin(n, start)
+        obs = self._observe()
+        return obs, self._info(obs)
+
+    def step(self, action: np.ndarray):
+        """Advance every environment; action (N, A) integers. Raises EnvError for an action that does not exist."""
+        if self.statistics is None:
+            raise EnvError(f"{self.env_id}: call reset() before step()")
+        action = check_actions(self.env_id, self.agents, action, self.action_mask)
+        self._move(action)
+        reward = self._load(action)
+        self.statistics.add(reward)
+        termination = (self.food_level == 0).all(1)
+        truncation = (self.statistics.lengths >= self.time_limit) & ~termination
+        done, obs = termination | truncation, self._observe()
+        if not done.any():
+            return obs, reward, termination, truncation, self._info(obs)
+
+        end = {f"final_{key}": (x.T * done).T for key, x in {"obs": obs, **self._info(obs)}.items()}
+        end["_final_obs"] = done.copy()
+        self.statistics.end(done, end)
+        for n in np.flatnonzero(done):
+            self._begin(n, int(self.rngs[n].integers(2**31)))
+        obs = self._observe()
+        return obs, reward, termination, truncation, self._info(obs) | end
+
+    def _begin(self, n: int, seed: int) -> None:
+        """Start the next episode of environment n as the package does."""
+        for player in self.game.players:
+            player.position = None  # new ones need not keep away from them
+        self.game.reset(seed=seed)
+        self.position[n] = [player.position for player in self.game.players]
+        self.level[n] = [player.level for player in self.game.players]
+        where = np.argwhere(self.game.field)  # row by row, as agents list what they see
+        self.food[n, : len(where)], self.food_level[n] = where, 0
+        self.food_level[n, : len(where)] = self.game.field[tuple(where.T)]
+        self.all_food[n] = self.food_level[n].sum()
+
+    def _load(self, action: np.ndarray) -> np.ndarray:
+        """Those who load and stand beside food that they can lift together earn and take it; rewards (N, A).
+
+        No player stands beside two: the package never puts food so near to other food.
+        """
+        beside = np.abs(self.food[:, None] - self.position[:, :, None]).sum(-1) == 1  # (N, A, F)
+        loads = beside & (self.food_level > 0)[:, None] & (action == LOAD)[..., None]
+        strength = (loads * self.level[..., None]).sum(1)  # (N, F)
+        taken = (strength >= self.food_level) & (self.food_level > 0)
+        share = (self.level[..., None] * self.food_level[:, None]).astype(np.float64)  # (N, A, F)
+        if self.game._normalize_reward:
+            share /= (strength * self.all_food[:, None]).clip(1)[:, None]
+        reward = np.where(loads, np.where(taken[:, None], share, -self.game.penalty), 0).sum(-1)
+        self.food_level[taken] = 0
+        return reward.astype(np.float32)
+
+    def _move(self, action: np.ndarray) -> None:
+        """Players do not leave the field nor step on food, and of several who want to be in one cell nobody moves."""
+        wanted = self.position + MOVES[action]
+        outside = ((wanted < 0) | (wanted >= self.game.field_size)).any(-1)
+        on_food = ((wanted[:, :, None] == self.food[:, None]).all(-1) & (self.food_level > 0)[:, None]).any(-1)
+        wanted = np.where((outside | on_food)[..., None], self.position, wanted)
+        alone = (wanted[:, :, None] == wanted[:, None]).all(-1).sum(-1) == 1
+        self.position = np.where(alone[..., None], wanted, self.position)
+
+    def _observe(self) -> np.ndarray:
+        """Observations (N, A, D): food, then oneself, then the others, from the corner of what one sees."""
+        sight, center = self.game.sight, self.position[:, :, None]  # (N, A, 1, 2)
+        corner = (center - sight).clip(0)
+        food = np.broadcast_to(self.food[:, None], (*self.position.shape[:2], *self.food.shape[1:]))  # (N, A, F, 2)
+        near = (np.abs(food - center) <= sight).all(-1) & (self.food_level > 0)[:, None]
+        foods = listed(food - corner, np.broadcast_to(self.food_level[:, None], near.shape), near)
+        players = self.position[:, self.players] - corner  # (N, A, A, 2)
+        near = ((players >= 0) & (players <= 2 * sight)).all(-1)
+        players = listed(players, self.level[:, self.players], near)
+        if not self.game._observe_agent_levels:
+            players = players[..., :2]
+        return np.concatenate([x.reshape(*center.shape[:2], -1) for x in (foods, players)], axis=-1, dtype=np.float32)
+
+    def _info(self, obs: np.ndarray) -> dict[str, np.ndarray]:
+        state = obs.reshape(self.num_envs, -1).copy()
+        return {"state": state, "action_mask": self.action_mask, "agent_mask": self.agent_mask}
+
+    def snapshot(self) -> dict:
+        """Where all is, random numbers to come, returns and lengths; not before `reset`."""
+        assert self.statistics is not None
+        rngs = [rng.bit_generator.state for rng in self.rngs]
+        arrays = {key: getattr(self, key) for key in ARRAYS}
+        return {"arrays": arrays, "rngs": rngs, "episodes": self.statistics.snapshot()}
+
+    def restore(self, snapshot: dict) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Go on from there; (obs, info) as they were."""
+        for key in ARRAYS:
+            getattr(self, key)[:] = snapshot["arrays"][key]
+        for rng, state in zip(self.rngs, snapshot["rngs"], strict=True):
+            rng.bit_generator.state = state
+        self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
+        self.statistics.restore(snapshot["episodes"])
+        obs = self._observe()
+        return obs, self._info(obs)
+
+    def render(self):
+        """Frame (height, width, 3) uint8 of environment 0; with render_mode="human" the package's window."""
+        for player, position, level in zip(self.game.players, self.position[0], self.level[0]):
+            player.position, player.level = tuple(position.tolist()), level
+        self.game.field[:] = 0
+        left = self.food_level[0] > 0
+        self.game.field[tuple(self.food[0, left].T)] = self.food_level[0, left]
+        return self.game.render() if self.render_mode == "human" else picture(self.game)
+
+    def close_extras(self, **kwargs) -> None:
+        self.game.close()
+
+
+ARRAYS = ("position", "level", "food", "food_level", "all_food")  # that are the state
+
+
+def listed(places: np.ndarray, levels: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """What is seen, in its order, then nothing: places (..., M, 2), levels (..., M), seen (..., M) -> (..., M, 3)."""
+    rows = np.where(seen[..., None], np.concatenate([places, levels[..., None]], axis=-1), NOTHING)
+    if seen.all():
+        return rows
+    return np.take_along_axis(rows, np.argsort(~seen, axis=-1, kind="stable")[..., None], axis=-2)
 
 
 def picture(env, cell: int = 40) -> np.ndarray:
@@ -84,89 +255,10 @@ def picture(env, cell: int = 40) -> np.ndarray:
     return draw.finished(frame)
 
 
-def forget_players(env) -> None:
-    for player in env.players:
-        player.position = None
-
-
-# What robot warehouses share with this
-
-
-class TupleEnv:
-    """A Gymnasium environment with a tuple of spaces, observations and rewards, as a PettingZoo parallel environment.
-
-    These environments report the end by one flag, at the time limit too: it is truncation unless `finished()`.
-    `picture` draws one, since the packages' own drawing needs a display.
-    """
-
-    def __init__(
-        self,
-        env,
-        before_reset: Callable,
-        finished: Callable[[], bool],
-        picture: Callable[[Any], np.ndarray] | None = None,
-        team_reward: bool = False,
-    ):
-        self.env, self.before_reset, self.finished, self.picture = env, before_reset, finished, picture
-        self.metadata = {"team_reward": team_reward, "may_die": False}
-        self.possible_agents = [f"agent_{a}" for a in range(len(env.action_space))]
-        self.observation_spaces = dict(zip(self.possible_agents, env.observation_space))
-        self.action_spaces = dict(zip(self.possible_agents, env.action_space))
-
-    def observation_space(self, agent: str) -> gym.Space:
-        return self.observation_spaces[agent]
-
-    def action_space(self, agent: str) -> gym.Space:
-        return self.action_spaces[agent]
-
-    def reset(self, seed: int | None = None, options: dict | None = None):
-        self.agents = self.possible_agents
-        self.before_reset(self.env)
-        return self.each(self.env.reset(seed=seed)[0]), {}
-
-    def step(self, actions: dict):
-        obs, reward, terminated, truncated, _ = self.env.step([actions[agent] for agent in self.agents])
-        done = terminated or truncated
-        termination = done and self.finished()
-        flags = (dict.fromkeys(self.agents, flag) for flag in (termination, done and not termination))
-        result = self.each(obs), self.each(reward), *flags, {}
-        if done:
-            self.agents = []
-        return result
-
-    def each(self, values) -> dict:
-        return dict(zip(self.possible_agents, values))
-
-    def render(self):
-        is_own = self.picture is None or self.env.render_mode == "human"  # a window of the package's
-        return self.env.render(mode=self.env.render_mode) if is_own else self.picture(self.env)
-
-    def close(self) -> None:
-        self.env.close()
-
-
 def construct(name: str, options: dict):
     """The environment of a Gymnasium id, bare: gymnasium.make would keep the option max_episode_steps to itself."""
     spec: Any = gym.spec(name)
     return gym.envs.registration.load_env_creator(spec.entry_point)(**spec.kwargs | options)
-
-
-def make_in_workers(
-    family: str, name: str, build: Callable, num_envs: int, num_workers: int | None, options: dict
-) -> pz.PettingZooVectorEnv:
-    """Environments of `cleanmarl.envs.<family>.parallel_env`, here `build`, in the worker processes of `pz`."""
-    try:  # here for its errors
-        build(name, **{key: value for key, value in options.items() if key != "render_mode"}).close()
-    except EnvError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise EnvError(f"{family}/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
-    envs = pz.make(f"cleanmarl.envs/{family}", num_envs, num_workers, task=name, **options)
-    envs.env_id = f"{family}/{name}"
-    for worker in envs.workers:
-        worker.label = worker.label.replace(f"pz/cleanmarl.envs/{family}", envs.env_id)
-    return envs
 
 
 def need(family: str, package: str) -> None:

@@ -20,7 +20,7 @@ the rewards of all agents: compare its returns with the sum over agents.
 import importlib
 
 from cleanmarl.envs import draw, pz, unknown_name
-from cleanmarl.envs.lbf import TupleEnv, construct, make_in_workers, need
+from cleanmarl.envs.lbf import construct, need
 
 import gymnasium as gym
 import numpy as np
@@ -39,18 +39,58 @@ def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    return make_in_workers("rware", name, parallel_env, num_envs, num_workers, options)
+    return pz.make_in_workers("rware", name, parallel_env, num_envs, num_workers, options)
 
 
-def parallel_env(task: str, **options) -> TupleEnv:
+def parallel_env(task: str, **options) -> "Warehouse":
     need("rware", "rware")
     if task not in gym.registry or not task.startswith("rware-"):
         raise unknown_name(f"rware/{task}", known_names())
-    env = construct(task, options)
-    team_reward = env.reward_type == importlib.import_module("rware").RewardType.GLOBAL
-    return TupleEnv(
-        env, before_reset=lambda env: None, finished=lambda: False, picture=picture, team_reward=team_reward
-    )
+    return Warehouse(construct(task, options))
+
+
+class Warehouse:
+    """The package's environment, with a tuple of everything, as a PettingZoo parallel environment.
+
+    It reports the end of an episode by one flag, and there is no end but the time limit.
+    """
+
+    def __init__(self, env):
+        self.env = env
+        team_reward = env.reward_type == importlib.import_module("rware").RewardType.GLOBAL
+        self.metadata = {"team_reward": team_reward, "may_die": False}
+        self.possible_agents = [f"agent_{a}" for a in range(len(env.action_space))]
+        self.observation_spaces = dict(zip(self.possible_agents, env.observation_space))
+        self.action_spaces = dict(zip(self.possible_agents, env.action_space))
+
+    def observation_space(self, agent: str) -> gym.Space:
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: str) -> gym.Space:
+        return self.action_spaces[agent]
+
+    def reset(self, seed: int | None = None, options: dict | None = None):
+        self.agents = self.possible_agents
+        return self.each(self.env.reset(seed=seed)[0]), {}
+
+    def step(self, actions: dict):
+        obs, reward, terminated, truncated, _ = self.env.step([actions[agent] for agent in self.agents])
+        done = terminated or truncated
+        flags = (dict.fromkeys(self.agents, flag) for flag in (False, done))
+        result = self.each(obs), self.each(reward), *flags, {}
+        if done:
+            self.agents = []
+        return result
+
+    def each(self, values) -> dict:
+        return dict(zip(self.possible_agents, values))
+
+    def render(self):
+        is_own = self.env.render_mode == "human"  # a window of the package's
+        return self.env.render() if is_own else picture(self.env)
+
+    def close(self) -> None:
+        self.env.close()
 
 
 def picture(env, cell: int = 24) -> np.ndarray:

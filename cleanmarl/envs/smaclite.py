@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cleanmarl.envs import EnvError, pz, unknown_name
-from cleanmarl.envs.lbf import construct, make_in_workers
+from cleanmarl.envs.lbf import construct
 
 import gymnasium as gym
 import numpy as np
@@ -90,7 +90,7 @@ def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    return make_in_workers("smaclite", name, parallel_env, num_envs, num_workers, options)
+    return pz.make_in_workers("smaclite", name, parallel_env, num_envs, num_workers, options)
 
 
 def parallel_env(task: str, max_steps: int | None = None, **options) -> "Battle":
