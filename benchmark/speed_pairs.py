@@ -56,6 +56,16 @@ MADDPG = f"{QUIET} --individual-critics False --reg 0 --gamma 0.99"
 NOT_EVALUATED = "--eval_steps 1000000"
 ONE_VALUE = "one value of a joint action, where CleanMARL has the same one for each agent"
 OWN_SIMULATOR = "MPE of mpe2"
+QMIX = (
+    f"{QUIET} --num-envs 1 --epochs 1 --batch-size 10 --no-double-q --td-lambda 0 --gamma 0.99 --polyak 0.01 "
+    "--learning-rate 5e-4 --clip-gradients 0 --mixing-dim 64 --epsilon-timesteps 1000"
+)
+QMIX_SETTINGS = (
+    f"{OFF_POLICY}1 environment, an update and a target update after each episode, batches of 10 episodes, Adam 5e-4, "
+    "gradients not clipped, one network 64-64 for all agents, mixing network of 64 units"
+)
+FORAGING = "lbf/Foraging-8x8-2p-2f-coop-v3"
+IN_FORAGING = "--env_type lbf --env_name Foraging-8x8-2p-2f-coop-v3"
 
 # JaxMARL: the settings of its configurations.
 AS_JAXMARL = (
@@ -115,6 +125,24 @@ PAIRS = [
             peer_differs=f"{OWN_SIMULATOR}, in 3 processes; one value for all agents, from the state",
         ),
         goal=30,
+    ),
+    Pair(
+        script="mappo",
+        beside="CleanMARL mappo_multienvs.py, foraging",
+        goal=None,
+        ours=ours(
+            "mappo",
+            f"--env-id {FORAGING} {AS_CLEANMARL} --num-steps 50 --critic-hidden-dim 64",
+        ),
+        steps=90_000,
+        peer=peer("cleanmarl", "mappo_multienvs", f"{IN_FORAGING} {NOT_EVALUATED}"),
+        peer_steps=6_000,
+        settings=ON_POLICY.replace("simple_spread", "Foraging-8x8-2p-2f-coop").replace("25 steps", "50 steps")
+        + "; actor 32-32, critic 64-64",
+        ours_differs="rollouts of 50 steps go on into the next episode; the critic sees the own observation beside the "
+        "state, so it has a value for each agent, who earn their own rewards",
+        peer_differs="the package lbforaging, in 3 processes; one value for all agents, from the state, of the sum of "
+        "the rewards",
     ),
     Pair(
         script="ippo",
@@ -212,18 +240,27 @@ PAIRS = [
         script="qmix",
         beside="CleanMARL qmix.py",
         goal=8,
-        ours=ours(
-            "qmix",
-            f"{QUIET} --num-envs 1 --epochs 1 --batch-size 10 --no-double-q --td-lambda 0 --gamma 0.99 --polyak 0.01 "
-            "--learning-rate 5e-4 --clip-gradients 0 --mixing-dim 64 --epsilon-timesteps 1000",
-        ),
+        ours=ours("qmix", QMIX),
         steps=40_000,
         peer=peer("cleanmarl", "qmix", NOT_EVALUATED),
         peer_steps=5_000,
-        settings=f"{OFF_POLICY}1 environment, an update and a target update after each episode, batches of 10 "
-        "episodes, Adam 5e-4, gradients not clipped, one network 64-64 for all agents, mixing network of 64 units",
+        settings=QMIX_SETTINGS,
         ours_differs="the mixing network's weights come from hypernetworks with a hidden layer of 64",
         peer_differs=f"{OWN_SIMULATOR}; from hypernetworks without one; one draw for exploration for all agents",
+    ),
+    Pair(
+        script="qmix",
+        beside="CleanMARL qmix.py, foraging",
+        goal=None,
+        ours=ours("qmix", f"--env-id {FORAGING} {QMIX}"),
+        steps=40_000,
+        peer=peer("cleanmarl", "qmix", f"{IN_FORAGING} {NOT_EVALUATED}"),
+        peer_steps=6_000,
+        settings=QMIX_SETTINGS.replace("simple_spread", "Foraging-8x8-2p-2f-coop"),
+        ours_differs="the mixing network's weights come from hypernetworks with a hidden layer of 64; a team earns the "
+        "mean of the rewards",
+        peer_differs="the package lbforaging; from hypernetworks without one; their sum; one draw for exploration for "
+        "all agents",
     ),
     *with_and_without_compile(
         Pair(
