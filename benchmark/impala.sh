@@ -32,14 +32,17 @@ $PYTHON benchmark/report.py runs/impala_continuous_action --out docs/results/imp
     --note "the defaults without actors (\`--num-actors 0\`)" --command benchmark/impala.sh
 
 # hours on one core: the shallow network, eight unrolls in a gradient step; a tenth of the paper's entropy bonus, and the paper's
-pong() {  # folder of the runs, number of seeds, flags
-    $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 --num-seeds "$2" \
-        --workers 1 --runs-dir "runs/impala_pong/$1" -- --shallow --num-actors 0 --num-envs 16 --batch-size 8 "${@:3}"
+game() {  # its id, folder of the runs, number of seeds, flags
+    $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids "$1" --num-seeds "$3" \
+        --workers 1 --runs-dir "runs/$2" -- --shallow --num-actors 0 --num-envs 16 --batch-size 8 "${@:4}"
 }
-pong less_entropy 2 --ent-coef 0.001 --bf16 on
-pong papers_entropy 1
+game Pong-v5 impala_pong/less_entropy 2 --ent-coef 0.001 --bf16 on
+game Pong-v5 impala_pong/papers_entropy 1
 $PYTHON benchmark/report.py runs/impala_pong --out docs/results/impala_atari_envpool_pong \
     --note "the shallow network, batches of 8 unrolls of 16 environments" --command benchmark/impala.sh
+game Breakout-v5 impala_breakout 1 --ent-coef 0.001 --bf16 on
+$PYTHON benchmark/report.py runs/impala_breakout --out docs/results/impala_atari_envpool_breakout \
+    --note "the shallow network, batches of 8 unrolls of 16 environments, Pong's entropy bonus" --command benchmark/impala.sh
 
 # days on two cores; hours with a GPU: --num-actors 8 --device cuda
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 SpaceInvaders-v5 Qbert-v5 \

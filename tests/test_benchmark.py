@@ -374,8 +374,21 @@ def test_cleanmarl_finds_the_packages_that_have_moved(tmp_path):
     result = run_peer("cleanmarl.sh", "toy", 100, 7, "--eval_steps", 5, peers=tmp_path, work=tmp_path / "work")
     assert result.returncode == 0, result.stderr
     argv, *rest = eval((tmp_path / "work" / "written").read_text())
+    task = ["--env_type", "pz", "--env_family", "mpe", "--env_name", "simple_spread_v3"]
     assert rest == ["theirs", 3, 25] and argv[0] == str(script)
-    assert argv[-6:] == ["--total_timesteps", "100", "--seed", "7", "--eval_steps", "5"]
+    assert argv[1:] == ["--total_timesteps", "100", "--seed", "7", *task, "--eval_steps", "5"]
+
+
+def test_cleanmarl_plays_another_task(tmp_path):
+    script = tmp_path / "cleanmarl" / "cleanmarl" / "toy.py"
+    (script.parent / "env").mkdir(parents=True)
+    (script.parent / "env" / "wrapper.py").write_text("NAME = 'theirs'")
+    script.write_text(AS_CLEANMARL)
+    task = ["--env_type", "lbf", "--env_name", "Foraging-8x8-2p-2f-coop-v3"]
+    result = run_peer("cleanmarl.sh", "toy", 100, 7, *task, peers=tmp_path, work=tmp_path / "work")
+    assert result.returncode == 0, result.stderr
+    argv, *_ = eval((tmp_path / "work" / "written").read_text())
+    assert argv[1:] == ["--total_timesteps", "100", "--seed", "7", *task]
 
 
 AS_JAXMARL = """
