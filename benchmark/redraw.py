@@ -41,8 +41,10 @@ README = {
     "vdn_listener_long": ("qmix vdn", ""),
     "mappo_foraging_long": ("mappo", ""),
     "vdn_foraging_long": ("vdn qmix idqn", ""),
+    "maddpg_multienvs_foraging_long": ("maddpg_multienvs", ""),
     "mappo_smax_long": ("ippo mappo coppo", ""),
     "vdn_smax_3m": ("vdn qmix idqn", ""),
+    "mappo_smax_2s3z": ("ippo mappo", ""),
 }
 README_START, README_END = (
     "<!-- made by benchmark/redraw.py of docs/results/data -->\n",
