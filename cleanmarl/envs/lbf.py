@@ -94,7 +94,7 @@ class ForagingVectorEnv(MultiAgentVectorEnv):
     def __init__(self, name: str, num_envs: int, render_mode: str | None = None, **options):
         self.env_id, self.render_mode = f"lbf/{name}", render_mode
         self.game = game = package_env(name, **options)  # for the starts of episodes
-        self.time_limit = game._max_episode_steps
+        self.max_steps = self.time_limit = game._max_episode_steps
         A, F = game.n_agents, game.max_num_food
         size = game.observation_space[0].shape[0]
         self._set_spaces(num_envs, [f"agent_{a}" for a in range(A)], [size] * A, [6] * A, A * size)
@@ -128,7 +128,7 @@ class ForagingVectorEnv(MultiAgentVectorEnv):
         reward = self._load(action)
         self.statistics.add(reward)
         termination = (self.food_level == 0).all(1)
-        truncation = (self.statistics.lengths >= self.time_limit) & ~termination
+        truncation = (self.statistics.lengths >= self.max_steps) & ~termination
         done, obs = termination | truncation, self._observe()
         if not done.any():
             return obs, reward, termination, truncation, self._info(obs)
@@ -136,7 +136,7 @@ class ForagingVectorEnv(MultiAgentVectorEnv):
         end = {f"final_{key}": (x.T * done).T for key, x in {"obs": obs, **self._info(obs)}.items()}
         end["_final_obs"] = done.copy()
         self.statistics.end(done, end)
-        for n in np.flatnonzero(done):
+        for n in np.flatnonzero(done).tolist():
             self._begin(n, int(self.rngs[n].integers(2**31)))
         obs = self._observe()
         return obs, reward, termination, truncation, self._info(obs) | end

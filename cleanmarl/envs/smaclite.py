@@ -144,9 +144,11 @@ class Neighbours:
     """
 
     def __init__(self, planes: set):
-        self.planes, self.units, self.found = planes, {}, {}
+        self.planes = planes
+        self.units: dict[int, Any] = {}
+        self.found: dict[Any, list[tuple]] = {}  # plane -> (unit, x, y)
 
-    def set_all_units(self, units: dict) -> None:
+    def set_all_units(self, units: dict[int, Any]) -> None:
         self.units = units  # the dead will be taken from it
         self.update()
 
