@@ -140,7 +140,8 @@ class Neighbours:
     """The package's finder of units within a radius by plain arithmetic: the same units in the same order.
 
     At each of the eight ticks of a step the package builds trees of scikit-learn, whose checks of their arguments took
-    half of its time. A tree of up to 80 points is a list that is gone through, as here.
+    half of its time. A tree of up to 80 points is a list that is gone through, as here; its distances may differ from
+    these in the last digit.
     """
 
     def __init__(self, planes: set):
