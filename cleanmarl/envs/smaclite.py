@@ -140,8 +140,7 @@ class Neighbours:
     """The package's finder of units within a radius by plain arithmetic: the same units in the same order.
 
     At each of the eight ticks of a step the package builds trees of scikit-learn, whose checks of their arguments took
-    half of its time. A tree of up to 80 points is a list that is gone through, as here; its distances may differ from
-    these in the last digit.
+    half of its time. A tree of up to 80 points is a list that is gone through, as here.
     """
 
     def __init__(self, planes: set):
@@ -173,7 +172,8 @@ class Neighbours:
                 if targetting_mode and plane not in asking.valid_targets and plane.name != "COLOSSUS":
                     continue
                 for unit, its_x, its_y in self.found.get(plane, ()):
-                    square = (its_x - x) ** 2 + (its_y - y) ** 2
+                    dx, dy = its_x - x, its_y - y
+                    square = dx * dx + dy * dy  # as the tree has it: dx**2 may differ in the last digit
                     if square <= r * r:
                         near.append((unit, math.sqrt(square)) if return_distance else unit)
             result.append(near)
