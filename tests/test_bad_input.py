@@ -504,7 +504,7 @@ OF_PACKAGES = [
     ("lbforaging", "coppo", f"{FORAGING}?players=0", "cannot be built with {'players': 0}"),
     ("lbforaging", "coppo", f"{FORAGING}?nothing=1", "cannot be built with {'nothing': 1}: TypeError"),
     ("rware", "coppo", "--env-id rware/rware-tiny-2ag-v1000", "did you mean rware/rware-tiny-2ag-v2"),
-    ("rware", "coppo", "--env-id rware/rware-tiny-2ag-v2?msg_bits=-3", "'msg_bits': -3}: ValueError"),
+    ("rware", "coppo", "--env-id rware/rware-tiny-2ag-v2?n_agents=200", "'n_agents': 200}: ValueError: Cannot take"),
     ("envpool", "impala_atari_envpool", "--env-id ALE/Pong-v5", "did you mean Pong-v5"),
     ("envpool", "impala_atari_envpool", "--env-id Ant-v4", "needs an Atari game, such as Pong-v5, and Ant-v4 is none"),
     ("envpool", "ppo_atari_envpool", "--env-id Pong", "envpool has no environment 'Pong'; did you mean Pong-v5"),

@@ -102,6 +102,7 @@ def env_id(name: str, family: str) -> str:
         "toy": "toy/team?see=past&varied=True" + "&continuous=True" * continuous,
         "matrix": "matrix/penalty-free?max_cycles=7",
         "lbf": "lbf/Foraging-5x5-2p-1f-v3?max_episode_steps=7",
+        "rware": "rware/rware-tiny-4ag-easy-v2?max_steps=7",
     }[family]
 
 
@@ -110,13 +111,13 @@ CASES += [
     (name, "mpe") for name in ("ippo_continuous_action", "mappo_lstm", "coppo", "maddpg", "maddpg_lstm_multienvs")
 ]
 CASES += [(name, "matrix") for name in ("ippo", "maddpg_multienvs", "coppo_matrix")]
-CASES += [(name, "lbf") for name in ("vdn", "mappo")]
+CASES += [(name, "lbf") for name in ("vdn", "mappo")] + [("ippo", "rware")]
 
 
 @pytest.mark.parametrize("name, family", CASES)
 def test_a_resumed_run_equals_one_that_was_not_stopped(name, family, toy, tmp_path, monkeypatch):
     """Stopped by SIGTERM, or killed while its events run ahead of its last checkpoint."""
-    need(*["lbforaging"] * (family == "lbf"))
+    need(*["lbforaging"] * (family == "lbf"), *["rware"] * (family == "rware"))
     monkeypatch.setattr(run_module, "CURVE_POINTS", 4)  # so that it stops between two points, too
     args = arguments(name, env_id(name, family), tmp_path, checkpoint_interval=40)
     whole = train(name, args)

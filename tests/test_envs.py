@@ -47,7 +47,7 @@ PLAYS = [
     pytest.param("lbf/Foraging-8x8-2p-2f-coop-v3", 4, 1250, {}, True, marks=needs("lbforaging")),
     pytest.param("lbf/Foraging-2s-10x10-3p-3f-v3", 4, 300, {}, True, marks=needs("lbforaging")),
     pytest.param("lbf/Foraging-15x15-4p-5f-v3", 2, 200, {}, True, marks=needs("lbforaging")),
-    pytest.param("rware/rware-tiny-2ag-v2", 4, 1250, {"num_workers": 2, "max_steps": 60}, True, marks=needs("rware")),
+    pytest.param("rware/rware-tiny-2ag-v2", 4, 1250, {"max_steps": 60}, True, marks=needs("rware")),
     pytest.param("smaclite/3m", 4, 1250, {"num_workers": 2, "max_steps": 20}, False, marks=needs("smaclite")),
     pytest.param("smaclite/2s3z", 2, 90, {"num_workers": 0}, False, marks=needs("smaclite")),
     pytest.param("smax/3m", 4, 1250, {"max_steps": 16}, True, marks=needs("jaxmarl")),
@@ -349,7 +349,7 @@ def test_rware_says_whose_the_reward_is():
     from rware.warehouse import RewardType
 
     for reward_type in RewardType:
-        envs = make("rware/rware-tiny-2ag-v2", 1, num_workers=0, reward_type=reward_type)
+        envs = make("rware/rware-tiny-2ag-v2", 1, reward_type=reward_type)
         assert (envs.team_reward, envs.may_die) == (reward_type == RewardType.GLOBAL, False)
         envs.close()
 
@@ -687,24 +687,20 @@ def forage(obs: np.ndarray, num_foods: int) -> np.ndarray:
     return np.where(np.abs(row) + np.abs(column) == 1, 5, move)
 
 
-@pytest.mark.parametrize(
-    "env_id, options, time_limit, workers",
-    [
-        pytest.param("lbf/Foraging-8x8-2p-2f-coop-v3", {}, 50, {}, marks=needs("lbforaging")),
-        pytest.param("lbf/Foraging-8x8-4p-4f-v3", {"penalty": 0.1, "sight": 3}, 50, {}, marks=needs("lbforaging")),
-        pytest.param("lbf/Foraging-5x5-2p-1f-v3", {"max_episode_steps": 200}, 200, {}, marks=needs("lbforaging")),
-        pytest.param("lbf/Foraging-5x5-4p-2f-v3", {"normalize_reward": False}, 50, {}, marks=needs("lbforaging")),
-        pytest.param("lbf/Foraging-2s-8x8-3p-2f-v3", {}, 50, {}, marks=needs("lbforaging")),
-        pytest.param("lbf/Foraging-9x9-9p-4f-v3", {"observe_agent_levels": False}, 50, {}, marks=needs("lbforaging")),
-        pytest.param("rware/rware-tiny-4ag-v2", {"max_steps": 40}, 40, {"num_workers": 0}, marks=needs("rware")),
-    ],
-)
-def test_tuple_environments_equal_their_packages(env_id, options, time_limit, workers):
-    family, name = env_id.split("/")
-    N, steps = 3, 160 if family == "rware" else 2000
-    policy = None if family == "rware" else partial(forage, num_foods=int(name.split("p-")[1][0]))
-    envs, record = play(env_id, N, steps, seed=5, policy=policy, **workers, **options)
+def bustle(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """At random, but rather forward: robots get to all places, and into each other's way."""
+    return rng.choice(5, p=[0.05, 0.5, 0.15, 0.15, 0.15], size=obs.shape[:2])
+
+
+def equal_their_package(
+    env_id: str, options: dict, time_limit: int | None, policy, steps: int, N: int = 3
+) -> tuple[int, int]:
+    """Episodes step for step beside those of the package; how many ended by themselves, and were rewards earned."""
+    name, N = env_id.split("/")[1], 3
+    envs, record = play(env_id, N, steps, seed=5, policy=policy, **options)
     envs.close()
+    assert envs.time_limit == time_limit
+    time_limit = time_limit or 10**9
     finished = earned = 0
     for n, seed in enumerate(env_seeds(5, N)):
         rng = np.random.default_rng(seed)
@@ -717,10 +713,10 @@ def test_tuple_environments_equal_their_packages(env_id, options, time_limit, wo
             length += 1
             np.testing.assert_array_equal(reward_[n], np.float32(reward))
             earned += np.count_nonzero(reward)
-            food_left = family == "rware" or env.field.any()
-            assert done == (length == time_limit or not food_left)
-            assert truncation[n] == (done and food_left) and termination[n] == (done and not food_left)
-            finished += int(termination[n])
+            all_eaten = env_id.startswith("lbf") and not env.field.any()
+            assert truncation[n] == (done and not all_eaten) and termination[n] == (done and all_eaten)
+            assert done or length < time_limit
+            finished += int(done and length < time_limit)
             if done:
                 np.testing.assert_array_equal(info["final_obs"][n], np.stack(obs))
                 env = fresh(name, options)
@@ -728,7 +724,96 @@ def test_tuple_environments_equal_their_packages(env_id, options, time_limit, wo
             np.testing.assert_array_equal(obs_[n], np.stack(obs))
             np.testing.assert_array_equal(info["state"][n], np.concatenate(obs))
             assert info["action_mask"][n].all()
-    assert (finished > 0 and earned > 100) or family == "rware"
+    return finished, earned
+
+
+@needs("lbforaging")
+@pytest.mark.parametrize(
+    "name, options, time_limit",
+    [
+        ("Foraging-8x8-2p-2f-coop-v3", {}, 50),
+        ("Foraging-8x8-4p-4f-v3", {"penalty": 0.1, "sight": 3}, 50),
+        ("Foraging-5x5-2p-1f-v3", {"max_episode_steps": 200}, 200),
+        ("Foraging-5x5-4p-2f-v3", {"normalize_reward": False}, 50),
+        ("Foraging-2s-8x8-3p-2f-v3", {}, 50),
+        ("Foraging-9x9-9p-4f-v3", {"observe_agent_levels": False}, 50),
+    ],
+)
+def test_lbf_equals_its_package(name, options, time_limit):
+    policy = partial(forage, num_foods=int(name.split("p-")[1][0]))
+    finished, earned = equal_their_package(f"lbf/{name}", options, time_limit, policy, steps=2000)
+    assert finished > 0 and earned > 100
+
+
+SMALL_WAREHOUSE = "..x.\n.xg.\n....\nxx.g"  # where robots that act at random deliver
+
+
+@needs("rware")
+@pytest.mark.parametrize(
+    "name, options, at_least",
+    [
+        ("rware-tiny-4ag-v2", {"max_steps": 500}, 0),
+        ("rware-tiny-19ag-v2", {}, 1),  # a crowd
+        ("rware-small-12ag-hard-v2", {"sensor_range": 3}, 0),
+        ("small", {"n_agents": 1}, 10),
+        ("small", {"n_agents": 4, "request_queue_size": 1}, 20),
+        ("small", {"n_agents": 6, "reward_type": "GLOBAL"}, 300),
+        ("small", {"n_agents": 6, "reward_type": "TWO_STAGE"}, 80),
+        ("small", {"n_agents": 9, "sensor_range": 0}, 80),
+        ("small", {"n_agents": 5, "sensor_range": 2, "max_inactivity_steps": 9}, 30),
+        ("small", {"n_agents": 2, "max_steps": None, "max_inactivity_steps": 70, "normalised_coordinates": True}, 30),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*precision lowered by casting")  # of the package's coordinates
+def test_rware_equals_its_package(name, options, at_least):
+    import rware.warehouse
+
+    if name == "small":
+        defaults = {"layout": SMALL_WAREHOUSE, "request_queue_size": 3}
+        name, options = "rware-tiny-2ag-v2", defaults | options
+    if "reward_type" in options:
+        options["reward_type"] = rware.warehouse.RewardType[options["reward_type"]]
+    options = {"max_steps": 60} | options
+    policy = partial(bustle, rng=np.random.default_rng(2))
+    time_limit = options["max_steps"]
+    finished, earned = equal_their_package(f"rware/{name}", options, time_limit, policy, steps=2000)
+    assert earned >= at_least and (finished > 0) == ("max_inactivity_steps" in options)
+
+
+@needs("rware")
+def test_rware_goes_on_from_a_snapshot():
+    """With the requests to come, and with what is in robots' hands."""
+    from cleanmarl.checkpoint import as_arrays, as_tensors
+
+    options = {"layout": SMALL_WAREHOUSE, "n_agents": 6, "request_queue_size": 2, "max_steps": 200}
+    one, other = (make("rware/rware-tiny-2ag-v2", 4, **options) for _ in range(2))
+    rng = np.random.default_rng(0)
+    obs, _ = one.reset(seed=3)
+    for _ in range(90):
+        obs = one.step(bustle(obs, rng))[0]
+    obs_, _ = other.restore(as_arrays(as_tensors(one.snapshot())))
+    np.testing.assert_array_equal(obs, obs_)
+    earned = 0
+    for _ in range(300):
+        action = bustle(obs, rng)
+        for x, y in zip((step := one.step(action))[:4], other.step(action)):
+            np.testing.assert_array_equal(x, y)
+        obs, earned = step[0], earned + step[1].sum()
+    assert earned > 10
+
+
+@needs("rware")
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("rware-tiny-19ag-easy-v2", {}, "32 shelves are too few for 38 requests at a time"),
+        ("rware-tiny-2ag-v2", {"request_queue_size": 32}, "32 shelves are too few for 32 requests at a time"),
+        ("rware-tiny-2ag-v2", {"msg_bits": 2}, "messages, pictures and dictionaries are not supported"),
+    ],
+)
+def test_rware_refuses(name, options, message):
+    with pytest.raises(EnvError, match=message):
+        make(f"rware/{name}", 1, **options)
 
 
 @needs("lbforaging")

@@ -108,7 +108,7 @@ def test_pools_that_no_machine_holds_are_refused():
         ("pz/mpe2/simple_spread_v3?max_cycles=9&num_workers=0", "mpe2", 9),
         ("pz/sisl/pursuit_v5?num_workers=0", "pettingzoo.sisl.pursuit_v5", 500),
         ("lbf/Foraging-8x8-2p-2f-coop-v3", "lbforaging", 50),
-        ("rware/rware-tiny-2ag-v2?max_steps=11&num_workers=0", "rware", 11),
+        ("rware/rware-tiny-2ag-v2?max_steps=11", "rware", 11),
         ("jumanji/LevelBasedForaging-v0", "envpool", 100),
     ],
 )

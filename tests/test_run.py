@@ -480,7 +480,6 @@ def test_a_signal_ends_the_evaluation_too(tmp_path, monkeypatch):
     "env_id, package",
     [
         ("pz/mpe2/simple_spread_v3", "mpe2"),
-        ("rware/rware-tiny-2ag-v2", "rware"),
         ("smaclite/3m", "smaclite"),
     ],
 )

@@ -141,7 +141,7 @@ def original(family: str, name: str, clock: Clock = time.perf_counter, **options
     if family == "lbf":
         return tuple_steps(module.package_env(name, **options), clock)
     if family == "rware":
-        return tuple_steps(module.parallel_env(name, **options).env, clock)
+        return tuple_steps(module.package_env(name, **options), clock)
     if family == "smaclite":
         options.pop("max_steps", None)  # the package has no time limit
         return battle_steps(module.package_env(name, **options), clock)

@@ -20,19 +20,11 @@ reinforcement learning algorithms in cooperative tasks" (https://arxiv.org/abs/2
 the rewards of all agents: compare its returns with the sum over agents.
 """
 
-import importlib
 import re
-from typing import Any
+from typing import ClassVar
 
-from cleanmarl.envs import (
-    EnvError,
-    EpisodeStatistics,
-    MultiAgentVectorEnv,
-    check_actions,
-    draw,
-    env_seeds,
-    unknown_name,
-)
+from cleanmarl.envs import draw, unknown_name
+from cleanmarl.envs.batch import BatchedVectorEnv, built, construct, need
 
 import gymnasium as gym
 import numpy as np
@@ -59,13 +51,7 @@ def make(name: str, num_envs: int = 1, **options) -> "ForagingVectorEnv":
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    try:
-        return ForagingVectorEnv(name, num_envs, **options)
-    except EnvError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise EnvError(f"lbf/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
+    return built(f"lbf/{name}", ForagingVectorEnv, name, num_envs, options)
 
 
 def package_env(name: str, **options):
@@ -86,63 +72,24 @@ LOAD = 5
 NOTHING = np.array([-1, -1, 0])  # what is seen of food or players that are not there
 
 
-class ForagingVectorEnv(MultiAgentVectorEnv):
+class ForagingVectorEnv(BatchedVectorEnv):
     """N fields with A players and up to F foods; the module's docstring says what is seen, done and earned."""
 
-    may_die = False
+    arrays: ClassVar = ("position", "level", "food", "food_level", "all_food")
 
     def __init__(self, name: str, num_envs: int, render_mode: str | None = None, **options):
         self.env_id, self.render_mode = f"lbf/{name}", render_mode
         self.game = game = package_env(name, **options)  # for the starts of episodes
         self.max_steps = self.time_limit = game._max_episode_steps
         A, F = game.n_agents, game.max_num_food
-        size = game.observation_space[0].shape[0]
-        self._set_spaces(num_envs, [f"agent_{a}" for a in range(A)], [size] * A, [6] * A, A * size)
+        self._set_up(num_envs, A, obs_size=game.observation_space[0].shape[0], num_actions=len(MOVES))
 
         self.position, self.level = np.zeros((num_envs, A, 2), np.int64), np.zeros((num_envs, A), np.int64)
         self.food, self.food_level = np.zeros((num_envs, F, 2), np.int64), np.zeros((num_envs, F), np.int64)  # 0: eaten
         self.all_food = np.zeros(num_envs, np.int64)  # the levels of all food that there was
-        self.rngs = [np.random.default_rng() for _ in range(num_envs)]
-        self.statistics: EpisodeStatistics | None = None
         self.players = np.array([[a, *range(a), *range(a + 1, A)] for a in range(A)])  # as each lists them
-        # nothing of this ever changes
-        self.action_mask, self.agent_mask = np.ones((num_envs, A, 6), bool), np.ones((num_envs, A), bool)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        """Start an episode in every environment; with a seed, environment n's stream depends on it and on n alone."""
-        seeds = [int(rng.integers(2**31)) for rng in self.rngs] if seed is None else env_seeds(seed, self.num_envs)
-        if seed is not None:
-            self.rngs = [np.random.default_rng(s) for s in seeds]
-        self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
-        for n, start in enumerate(seeds):
-            self._begin(n, start)
-        obs = self._observe()
-        return obs, self._info(obs)
-
-    def step(self, action: np.ndarray):
-        """Advance every environment; action (N, A) integers. Raises EnvError for an action that does not exist."""
-        if self.statistics is None:
-            raise EnvError(f"{self.env_id}: call reset() before step()")
-        action = check_actions(self.env_id, self.agents, action, self.action_mask)
-        self._move(action)
-        reward = self._load(action)
-        self.statistics.add(reward)
-        termination = (self.food_level == 0).all(1)
-        truncation = (self.statistics.lengths >= self.max_steps) & ~termination
-        done, obs = termination | truncation, self._observe()
-        if not done.any():
-            return obs, reward, termination, truncation, self._info(obs)
-
-        end = {f"final_{key}": (x.T * done).T for key, x in {"obs": obs, **self._info(obs)}.items()}
-        end["_final_obs"] = done.copy()
-        self.statistics.end(done, end)
-        for n in np.flatnonzero(done).tolist():
-            self._begin(n, int(self.rngs[n].integers(2**31)))
-        obs = self._observe()
-        return obs, reward, termination, truncation, self._info(obs) | end
 
     def _begin(self, n: int, seed: int) -> None:
-        """Start the next episode of environment n as the package does."""
         for player in self.game.players:
             player.position = None  # new ones need not keep away from them
         self.game.reset(seed=seed)
@@ -152,6 +99,12 @@ class ForagingVectorEnv(MultiAgentVectorEnv):
         self.food[n, : len(where)], self.food_level[n] = where, 0
         self.food_level[n, : len(where)] = self.game.field[tuple(where.T)]
         self.all_food[n] = self.food_level[n].sum()
+
+    def _play(self, action: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self._move(action)
+        reward = self._load(action)
+        termination = (self.food_level == 0).all(1)
+        return reward, termination, (length + 1 >= self.max_steps) & ~termination
 
     def _load(self, action: np.ndarray) -> np.ndarray:
         """Those who load and stand beside food that they can lift together earn and take it; rewards (N, A).
@@ -167,7 +120,7 @@ class ForagingVectorEnv(MultiAgentVectorEnv):
             share /= (strength * self.all_food[:, None]).clip(1)[:, None]
         reward = np.where(loads, np.where(taken[:, None], share, -self.game.penalty), 0).sum(-1)
         self.food_level[taken] = 0
-        return reward.astype(np.float32)
+        return reward
 
     def _move(self, action: np.ndarray) -> None:
         """Players do not leave the field nor step on food, and of several who want to be in one cell nobody moves."""
@@ -192,28 +145,6 @@ class ForagingVectorEnv(MultiAgentVectorEnv):
             players = players[..., :2]
         return np.concatenate([x.reshape(*center.shape[:2], -1) for x in (foods, players)], axis=-1, dtype=np.float32)
 
-    def _info(self, obs: np.ndarray) -> dict[str, np.ndarray]:
-        state = obs.reshape(self.num_envs, -1).copy()
-        return {"state": state, "action_mask": self.action_mask, "agent_mask": self.agent_mask}
-
-    def snapshot(self) -> dict:
-        """Where all is, random numbers to come, returns and lengths; not before `reset`."""
-        assert self.statistics is not None
-        rngs = [rng.bit_generator.state for rng in self.rngs]
-        arrays = {key: getattr(self, key) for key in ARRAYS}
-        return {"arrays": arrays, "rngs": rngs, "episodes": self.statistics.snapshot()}
-
-    def restore(self, snapshot: dict) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Go on from there; (obs, info) as they were."""
-        for key in ARRAYS:
-            getattr(self, key)[:] = snapshot["arrays"][key]
-        for rng, state in zip(self.rngs, snapshot["rngs"], strict=True):
-            rng.bit_generator.state = state
-        self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
-        self.statistics.restore(snapshot["episodes"])
-        obs = self._observe()
-        return obs, self._info(obs)
-
     def render(self):
         """Frame (height, width, 3) uint8 of environment 0; with render_mode="human" the package's window."""
         for player, position, level in zip(self.game.players, self.position[0], self.level[0]):
@@ -225,9 +156,6 @@ class ForagingVectorEnv(MultiAgentVectorEnv):
 
     def close_extras(self, **kwargs) -> None:
         self.game.close()
-
-
-ARRAYS = ("position", "level", "food", "food_level", "all_food")  # that are the state
 
 
 def listed(places: np.ndarray, levels: np.ndarray, seen: np.ndarray) -> np.ndarray:
@@ -253,18 +181,3 @@ def picture(env, cell: int = 40) -> np.ndarray:
         draw.disc(frame, row, column, 0.36 * cell, color)
         draw.text(frame, row, column, str(player.level), (1, 1, 1), size=22)
     return draw.finished(frame)
-
-
-def construct(name: str, options: dict):
-    """The environment of a Gymnasium id, bare: gymnasium.make would keep the option max_episode_steps to itself."""
-    spec: Any = gym.spec(name)
-    return gym.envs.registration.load_env_creator(spec.entry_point)(**spec.kwargs | options)
-
-
-def need(family: str, package: str) -> None:
-    """Import the package, which registers its ids. Raises EnvError with the line that installs it."""
-    try:
-        importlib.import_module(package)
-    except ImportError as error:
-        how = f"python bootstrap.py multiagent, or pip install {package}"
-        raise EnvError(f"{family}/... needs a package that is missing ({error}): {how}") from error
