@@ -794,7 +794,7 @@ def test_rware_goes_on_from_a_snapshot():
     obs_, _ = other.restore(as_arrays(as_tensors(one.snapshot())))
     np.testing.assert_array_equal(obs, obs_)
     earned = 0
-    for _ in range(300):
+    for _ in range(1000):
         action = bustle(obs, rng)
         for x, y in zip((step := one.step(action))[:4], other.step(action)):
             np.testing.assert_array_equal(x, y)
