@@ -50,7 +50,7 @@ FAMILIES = {  # family -> what it is; each is a module of this package, imported
     "jumanji": "multi-agent tasks of Jumanji in envpool's C++",
     "pgx": "two-player games of Pgx in envpool's C++: who is not to move waits",
     "lbf": "level-based foraging, batched in NumPy, equal to the package lbforaging step for step",
-    "rware": "robot warehouse, the package rware, in worker processes",
+    "rware": "robot warehouse, batched in NumPy, equal to the package rware step for step",
     "smaclite": "StarCraft's micromanagement without StarCraft, the package smaclite, in worker processes",
     "smax": "StarCraft-like battles of JaxMARL, compiled by JAX on the CPU",
     "pz": "any PettingZoo parallel environment, pz/<package>/<name> or pz/my_module:MyEnv, in worker processes",

@@ -125,24 +125,6 @@ def make(
     return envs
 
 
-def make_in_workers(
-    family: str, name: str, build: Callable, num_envs: int, num_workers: int | None, options: dict
-) -> "PettingZooVectorEnv":
-    """Environments of `cleanmarl.envs.<family>.parallel_env`, here `build`, in worker processes."""
-    try:  # here for its errors
-        build(name, **{key: value for key, value in options.items() if key != "render_mode"}).close()
-    except EnvError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise EnvError(f"{family}/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
-    envs = make(f"cleanmarl.envs/{family}", num_envs, num_workers, task=name, **options)
-    envs.env_id = f"{family}/{name}"
-    for worker in envs.workers:
-        worker.label = worker.label.replace(f"pz/cleanmarl.envs/{family}", envs.env_id)
-    return envs
-
-
 def time_limit(env) -> int | None:
     """The most steps of an episode, if the environment, or one that it wraps, tells it by one of the usual names."""
     for _ in range(10):  # as deep as wrappers go
