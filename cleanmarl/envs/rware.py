@@ -164,7 +164,7 @@ class WarehouseVectorEnv(BatchedVectorEnv):
         self.cell = wanted
 
     def _may_go(self, wanted: np.ndarray) -> np.ndarray:
-        """(N, A) whether a robot gets where it wants: to a free cell, behind one that leaves, or in a circle of three.
+        """(N, A) whether a robot gets where it wants: a free cell, that of one who leaves, or on in a circle of 3 or more.
 
         Of several who want one cell it is the one with the most robots behind it.
         """
