@@ -164,9 +164,9 @@ class WarehouseVectorEnv(BatchedVectorEnv):
         self.cell = wanted
 
     def _may_go(self, wanted: np.ndarray) -> np.ndarray:
-        """(N, A) whether a robot gets where it wants: a free cell, that of one who leaves, or on in a circle of 3 or more.
+        """(N, A) whether a robot gets where it wants: a free cell, that of one who leaves, or on in a circle.
 
-        Of several who want one cell it is the one with the most robots behind it.
+        Two cannot change places, three in a circle can. Of several who want one cell it is the one with most behind it.
         """
         first = there = self.robot[self.env, wanted] - 1  # who is where it wants to go: -1 for nobody
         going = wanted != self.cell
