@@ -1,17 +1,23 @@
-"""How good it can get on simple_speaker_listener and simple_spread: the returns of hand-written agents.
+"""How good it can get on simple_speaker_listener, simple_spread and in the warehouse: returns of hand-written agents.
 
-    python benchmark/hand_written.py
+    python benchmark/hand_written.py    # the warehouse needs the package rware
 
 An agent plans its way to a goal: of all sequences of five actions, the one that keeps it nearest over eight steps of
 mpe2's physics. It plans no further and avoids nobody, so the best return is a little higher. A listener that is not
 told the goal goes to the middle of the three: what a pair can reach whose speaker says nothing. In simple_spread the
 agents divide the landmarks among them at the start, such that their ways are shortest in all.
+
+A robot of the warehouse takes the shortest way to the nearest requested shelf that no other robot is after, from there
+to the nearest goal, and to the nearest free place for the shelf. Where another robot stands is a wall for it; now and
+then it waits, so that two do not dodge each other for ever.
 """
 
 import itertools
+from collections import deque
 from dataclasses import dataclass
 
 from cleanmarl.envs import make
+from cleanmarl.envs.rware import FORWARD, LOAD, TURNS, WarehouseVectorEnv
 
 import numpy as np
 import tyro
@@ -21,11 +27,15 @@ DAMPING, DT = 0.75, 0.1
 HORIZON, COASTING = 5, 3  # steps with an action of the plan, steps without any after them
 PLANS = np.array(list(itertools.product(range(len(ACTIONS)), repeat=HORIZON)))  # (P, HORIZON)
 
+WAITING = 0.03  # share of a robot's steps
+
 
 @dataclass
 class Args:
     num_episodes: int = 512
     """episodes of 25 steps, all at once"""
+    num_warehouse_episodes: int = 32
+    """the same for the warehouse, episodes of 500 steps"""
     seed: int = 1
     """seed of the environments"""
 
@@ -75,8 +85,55 @@ def play_spread(args: Args) -> np.ndarray:
     return info["episode"]["r"].sum(1)
 
 
+def first_step(envs: WarehouseVectorEnv, n: int, a: int, targets: set[int], walls: np.ndarray) -> tuple[int, int]:
+    """The first action of robot a's shortest way to one of the cells `targets`, and which; LOAD if it is there."""
+    start = int(envs.cell[n, a]), int(envs.direction[n, a])
+    ways, seen = deque([(*start, LOAD)]), {start}
+    while ways:
+        cell, direction, first = ways.popleft()
+        if cell in targets:
+            return first, cell
+        for action in (FORWARD, 2, 3):
+            after = cell + int(envs.ahead[direction]) if action == FORWARD else cell, int(TURNS[action, direction])
+            if after not in seen and not walls[after[0]]:
+                seen.add(after)
+                ways.append((*after, action if first == LOAD else first))
+    return 0, -1
+
+
+def play_warehouse(args: Args, name: str) -> np.ndarray:
+    """The team's returns (N,) in a warehouse."""
+    envs = make(f"rware/{name}", args.num_warehouse_episodes)
+    envs.reset(seed=args.seed)
+    rng, done = np.random.default_rng(args.seed), np.zeros(args.num_warehouse_episodes, bool)
+    while not done.all():
+        action = np.zeros(envs.cell.shape, int)
+        for n, shelf in enumerate(envs.shelf):
+            requested = envs.requested[n, shelf]
+            taken = set()  # by robots before
+            for a, carried in enumerate(envs.carried[n]):
+                walls = envs.wall.copy()
+                walls[np.delete(envs.cell[n], a)] = True
+                if carried:
+                    walls |= (shelf > 0) & (shelf != carried)
+                    free = np.flatnonzero(~envs.highway & ~envs.wall & np.isin(shelf, (0, carried)))
+                    targets = set(envs.goals.tolist() if envs.requested[n, carried] else free.tolist())
+                else:
+                    held = np.isin(shelf, envs.carried[n, envs.carried[n] > 0])
+                    targets = set(np.flatnonzero(requested & ~held).tolist()) - taken
+                action[n, a], target = first_step(envs, n, a, targets, walls)
+                taken.add(target)
+                if rng.random() < WAITING:
+                    action[n, a] = 0
+        _, _, _, done, info = envs.step(action)  # at the same step everywhere
+    return info["episode"]["r"].sum(1)
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
     scores = {"listener, told the goal": play(args, True), "listener, not told": play(args, False)}
-    for name, returns in (scores | {"spread": play_spread(args)}).items():
+    scores |= {"spread": play_spread(args)}
+    for name in ("rware-tiny-2ag-easy-v2", "rware-tiny-2ag-v2"):
+        scores[name] = play_warehouse(args, name)
+    for name, returns in scores.items():
         print(f"{name}: {returns.mean():.1f} +- {returns.std() / len(returns) ** 0.5:.1f} for the team")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tyro
-from optional import needs
+from optional import need, needs
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
@@ -474,6 +474,12 @@ def test_hand_written_listener_goes_where_the_speaker_knows():
 def test_hand_written_agents_spread():
     returns = hand_written.play_spread(hand_written.Args(num_episodes=32))
     assert returns.shape == (32,) and -30 < returns.mean() < -15  # a random team has -79.3
+
+
+def test_hand_written_robots_deliver():
+    need("rware")
+    returns = hand_written.play_warehouse(hand_written.Args(num_warehouse_episodes=2), "rware-tiny-2ag-easy-v2")
+    assert returns.shape == (2,) and returns.min() > 20  # a random team has 0.07
 
 
 def test_hand_written_listener_knows_the_physics():
