@@ -26,6 +26,9 @@ for script in ippo mappo coppo; do
 done
 run mappo 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging_long --total-timesteps 2000000
 run mappo 1 lbf/Foraging-15x15-3p-5f-v3 runs/mappo_foraging_15x15 --total-timesteps 10000000 --num-envs 32 --num-steps 50 --gamma 0.99
+for script in ippo mappo mappo_lstm; do
+    run $script 3 rware/rware-tiny-2ag-easy-v2 runs/mappo_warehouse --total-timesteps 5000000 --num-envs 64 --num-steps 50 --gamma 0.99
+done
 run mappo 3 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 2000000
 # JaxMARL's rollouts, epochs, learning rate, gradients and layers for its battles; packages of their own: docs/environments.md
 battles=(--num-envs 128 --num-steps 128 --num-minibatches 4 --update-epochs 4 --gamma 0.99 --learning-rate 2e-3
@@ -37,6 +40,7 @@ for script in mappo coppo; do # states hold coordinates up to 32
 done
 run ippo 1 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 run mappo 1 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
+run mappo 1 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 # with the bootstrap at the time limit half of the teams learn to run away
 for script in mappo coppo; do
     run $script 3 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
@@ -65,6 +69,7 @@ plot spread_long \
 jaxmarls="JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers"
 plot smax_long --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
 plot smax_2s3z --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
+plot smax_5m_vs_6m --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
 plot smax_bootstrap --tag rollout/battle_won \
     --note "$jaxmarls, a time limit bootstrapped; the runs that went to the end, of six that were begun"
 for name in listener_long foraging_long reference_long; do
@@ -72,6 +77,7 @@ for name in listener_long foraging_long reference_long; do
 done
 $PYTHON benchmark/report.py runs/mappo_simple_{spread_v3,speaker_listener_v4,reference_v3}/*__ippo__* --out docs/results/ippo_mpe --note "the defaults" \
     --command benchmark/mappo.sh
+plot warehouse --note "64 environments, rollouts of 50 steps, discount 0.99"
 plot foraging_15x15 \
     --note "MAPPO with 32 environments, rollouts of 50 steps and a discount of 0.99; values with this discount and normalised rewards, QMIX with VDN's learning rate and target"
 plot simple_spread_v3 \
