@@ -14,7 +14,7 @@ import pytest
 
 BENCHMARK = Path(__file__).parents[1] / "benchmark"
 AGENTS = sorted(path.parent for path in BENCHMARK.glob("agents/*/scores.json"))
-NEEDS = {"HalfCheetah": "mujoco", "LunarLander": "Box2D", "lbf/": "lbforaging", "ALE/": "ale_py"}
+NEEDS = {"HalfCheetah": "mujoco", "LunarLander": "Box2D", "lbf/": "lbforaging", "rware/": "rware", "ALE/": "ale_py"}
 
 
 @pytest.mark.parametrize("folder", AGENTS, ids=lambda folder: folder.name)
