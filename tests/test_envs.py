@@ -1,5 +1,7 @@
 """All families keep the contract of cleanmarl.envs under random play, and equal their originals stepped by hand."""
 
+import importlib
+import inspect
 import itertools
 import os
 import subprocess
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import cleanmarl
 from cleanmarl.envs import FAMILIES, EnvError, EpisodeStatistics, env_seeds, make, make_gymnasium
-from cleanmarl.envs.__main__ import bench, describe, each_size, list_ids
+from cleanmarl.envs.__main__ import BACKENDS, bench, describe, each_size, list_ids
 
 import gymnasium as gym
 import numpy as np
@@ -884,6 +886,13 @@ def test_list(capsys):
     assert rows["jumanji/Connector-v2"] == ["10", "601", "5", "341", "yes", "envpool"] and len(rows) == 4
     list_ids("mpe")
     assert "mpe/simple_speaker_listener_v4                    2  3 11                 3 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_list_says_workers_where_there_are_some(family):
+    made_by = importlib.import_module(f"cleanmarl.envs.{family}").make
+    has_workers = "num_workers" in inspect.signature(made_by).parameters
+    assert has_workers == (family not in BACKENDS) == ("worker processes" in FAMILIES[family])
 
 
 @needs("pygame")

@@ -26,7 +26,7 @@ from cleanmarl.envs import FAMILIES, EnvError, MultiAgentVectorEnv, make, split_
 
 import numpy as np
 
-BACKENDS = {"mpe": "NumPy", "matrix": "NumPy", "lbf": "NumPy", "jumanji": "envpool", "pgx": "envpool"}
+BACKENDS = dict.fromkeys(("mpe", "matrix", "lbf", "rware"), "NumPy") | dict.fromkeys(("jumanji", "pgx"), "envpool")
 BACKENDS |= {"smax": "JAX"}  # the others: workers
 Clock = Callable[[], float]
 ROW = "{:<44} {:>6}  {:<20} {:<16} {:>6}  {:<5}  {}"
