@@ -4,6 +4,7 @@ Starts, and so all episodes, are equal to the package's own. `lbf` and `rware` a
 """
 
 import importlib
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_actions, env_seeds
@@ -12,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 
 
-class BatchedVectorEnv(MultiAgentVectorEnv):
+class BatchedVectorEnv(MultiAgentVectorEnv, ABC):
     """N environments with A agents who may do everything at any time, and all that a family need not write again.
 
     A subclass calls `_set_up`, names in `arrays` the attributes (N, ...) that hold its state, and has `_begin` (an
@@ -33,17 +34,17 @@ class BatchedVectorEnv(MultiAgentVectorEnv):
         self.action_mask = np.ones((num_envs, num_agents, num_actions), bool)
         self.agent_mask = np.ones((num_envs, num_agents), bool)
 
+    @abstractmethod
     def _begin(self, n: int, seed: int) -> None:
         """Start the next episode of environment n as the package does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _play(self, action: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rewards (N, A), termination (N,), truncation (N,) of actions (N, A), after `length` (N,) steps."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _observe(self) -> np.ndarray:
         """Observations (N, A, D) float32, in an array of their own."""
-        raise NotImplementedError
 
     def _generators(self) -> list[np.random.Generator]:
         """All that random numbers come from."""
