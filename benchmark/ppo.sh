@@ -63,7 +63,7 @@ $PYTHON benchmark/report.py runs/ppo_atari_envpool_pong --unfinished --out docs/
     --note "the settings of CleanRL's \"Pong in 5 minutes\"" --command benchmark/ppo.sh
 $PYTHON benchmark/report.py runs/ppo_atari_envpool_breakout --out docs/results/ppo_atari_envpool_breakout \
     --note "the settings of CleanRL's \"Pong in 5 minutes\", for 1,000,000 steps" --command benchmark/ppo.sh
-# CleanRL's defaults: five hours of a core for a seed
+# CleanRL's defaults: many hours of a core for a seed
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 2 \
     --workers "$WORKERS" --runs-dir runs/ppo_atari_envpool -- --bf16 on
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari.py" --env-ids ALE/Breakout-v5 --num-seeds 3 \
