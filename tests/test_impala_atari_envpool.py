@@ -67,7 +67,7 @@ def test_networks_are_the_papers(lstm):
             logits, value, state = agent(*inputs, torch.zeros(2, 3, agent.state_size))
         assert logits.shape == (2, 3, K) and value.shape == (2, 3) and state.shape == (2, 3, agent.state_size)
         probability = logits.softmax(-1)
-        assert (probability - 1 / K).abs().max() < 0.05  # every action is about as likely at first
+        assert (probability - 1 / K).abs().max() < 0.1  # every action is about as likely at first
 
 
 def test_the_lstm_forgets_at_starts_and_sees_the_last_action_and_reward():
