@@ -192,7 +192,7 @@ class Cutter:
         complete, (N, T) = self.complete, unrolls["reward"].shape
         B = self.args.batch_size or N
         if self.how == "keep":
-            complete.extend(unrolls)
+            complete.extend(unrolls.copy())  # the memory it lies in is played into again
         for n, unroll in enumerate(unrolls if self.how != "keep" else ()):
             before, now, filled = self.episodes.get((actor, n), (None, np.zeros_like(unroll), 0))
             done, first = unroll["termination"] | unroll["truncation"], 0

@@ -250,6 +250,18 @@ def test_without_replay_every_batch_is_learned_from_as_it_comes():
 # -------------------------------------------------------------------------------------------------------------- the run
 
 
+@pytest.mark.parametrize("num_actors", [0, 1])
+def test_a_run_without_replay_is_impalas(num_actors, tmp_path):
+    """Batches of two slots too, of which the first waits in memory that is played into again."""
+    flags = SMALL | {"total_timesteps": 1600, "batch_size": 2 * SMALL["num_envs"], "eval_episodes": 0}
+    flags |= {"num_actors": num_actors, "deterministic": True, "runs_dir": str(tmp_path)}
+    ours = load_checkpoint(script.main(script.Args(**flags, replay_size=0)))["modules"]["agent"]
+    theirs = load_checkpoint(impala.main(impala.Args(**flags)))["modules"]["agent"]
+    assert ours.keys() == theirs.keys()
+    for name, p in ours.items():
+        torch.testing.assert_close(p, theirs[name], atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("remainder", ["drop", "last", "null_padding"])
 def test_runs_with_remainders_repeat_and_resume(remainder, tmp_path):
     flags = SMALL | {"total_timesteps": 640, "remainder": remainder, "replay_size": 8, "priority": True}
