@@ -375,7 +375,7 @@ def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, bat
                 if turn == 0:  # all but the actors steps once
                     (loss + value_loss.sum()).backward()
                 else:
-                    loss.backward(inputs=list(agent.actor.parameters()))
+                    loss.backward(inputs=[p for p in agent.actor.parameters() if p.requires_grad])
                 norms |= clip_grads_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
                 actors.take_gradients(active=[turn])
                 optimizer.step()

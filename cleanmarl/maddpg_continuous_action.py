@@ -168,8 +168,9 @@ class Batch(NamedTuple):
 
     obs: torch.Tensor  # (B, T + 1, A, D)
     state: torch.Tensor  # (B, T + 1, S)
-    action: torch.Tensor  # (B, T, A, K) in [-1, 1]
+    action: torch.Tensor  # (B, T, A, K) in [-1, 1], 0 for the dead
     alive: torch.Tensor  # (B, T, A) 1.0 for living agents, 0.0 for the rest and for the padding
+    survive: torch.Tensor  # (B, T, A) the same after the step
     reward: torch.Tensor  # (B, T, M) that each critic learns from
     weight: torch.Tensor  # (B, T, M) 1.0 where it does
     goes_on: torch.Tensor  # (B, T, M) 0.0 where there is no value after the step: a termination, or the agent's death
@@ -200,11 +201,12 @@ class Buffer:
     def to_episode(self, obs, state, agent_mask, action, reward) -> Batch:
         """An episode of T steps; arrays (T + 1, ...), agent_mask (T + 1, A) bool, reward (T + 1, A)."""
         alive, survive, action, reward = agent_mask[:-1], agent_mask[1:], action[:-1], reward[:-1]
-        weight, goes_on = alive, alive & survive
+        weight, goes_on, action = alive, alive & survive, action * alive[..., None]  # the dead do nothing
         if not self.individual_critics:
             reward, weight = mean_of_living(reward, alive), alive.any(-1, keepdims=True)
             goes_on = weight & survive.any(-1, keepdims=True)
-        return Batch(obs, state, *(x.astype(np.float32) for x in (action, alive, reward, weight, goes_on)))
+        floats = action, alive, survive, reward, weight, goes_on
+        return Batch(obs, state, *(x.astype(np.float32) for x in floats))
 
     def append(self, episode: Batch) -> None:
         if len(self.episodes) == self.episodes.maxlen:
@@ -279,7 +281,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
 @torch.no_grad()
 def critic_targets(target_agent: Agent, target_critic: Critic, batch: Batch, gamma: float) -> torch.Tensor:
     """What the critics learn (B, T, M): r + gamma Q'(s', a'), where a' are the target policy's actions."""
-    next_action = target_agent.action(batch.obs[:, 1:])
+    next_action = target_agent.action(batch.obs[:, 1:]) * batch.survive[..., None]
     return batch.reward + gamma * batch.goes_on * target_critic(batch.state[:, 1:], next_action[:, :, None])
 
 
@@ -303,7 +305,8 @@ def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> torch.Tensor:
 def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> dict:
     """One step of the network down the gradient of the loss; returns its children's norms before clipping."""
     optimizer.zero_grad()
-    loss.backward(inputs=list(network.parameters()))  # the actor's loss goes through the critics and leaves them alone
+    learned = [p for p in network.parameters() if p.requires_grad]
+    loss.backward(inputs=learned)  # the actor's loss goes through the critics and leaves them alone
     norms = clip_grads_(network, max_norm if max_norm > 0 else math.inf)
     optimizer.step()
     return norms

@@ -106,15 +106,19 @@ class Agent(nn.Module):
         self.actor = Recurrent(*layers, nn.ReLU(), nn.Linear(hidden, K))
         self.tbptt = args.tbptt
 
-    def logits(self, obs: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+    def logits(self, obs: torch.Tensor, action_mask: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """Logits (B, T, A, K) of episodes from their first step on, illegal ones far below.
 
-        obs (B, T, A, D), action_mask (B, T, A, K). No gradient goes from one chunk of tbptt steps to the one before.
+        obs (B, T, A, D), action_mask (B, T, A, K), alive (B, T, A): the memory of the dead is empty. No gradient goes
+        from one chunk of tbptt steps to the one before.
         """
         B, T, A, _ = obs.shape
         memory, outputs = obs.new_zeros(B, A, self.actor.memory_size), []
-        for chunk in obs.swapaxes(0, 1).split(self.tbptt):
-            output, memory = self.actor(chunk.flatten(0, 1), memory.detach(), last=True)  # (tbptt * B, A, K)
+        comes_back = (alive[:, 1:] > alive[:, :-1]).any()  # if nobody does, torch's own, faster LSTM is enough
+        for seen, living in zip(*(x.swapaxes(0, 1).split(self.tbptt) for x in (obs, alive))):
+            forget = living.flatten(0, 1) == 0 if comes_back else None
+            output, memory = self.actor(seen.flatten(0, 1), memory.detach(), forget, last=True)  # (tbptt * B, A, K)
+            memory = memory * living[-1, ..., None]
             outputs.append(output)
         return torch.cat(outputs).unflatten(0, (T, B)).swapaxes(0, 1).masked_fill(~action_mask, -1e8)
 
@@ -161,6 +165,7 @@ def make_policy(agent: Agent, greedy: bool = True):
             memory = first_memory(agent, *obs.shape[:2])
         memory[done] = 0
         logits, memory = actor(obs, memory)
+        memory[~info["agent_mask"]] = 0
         noise = 0 if greedy else gumbel_noise(*logits.shape)
         return np.where(info["action_mask"], logits + noise, -np.inf).argmax(-1)
 
@@ -280,7 +285,8 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
         action = np.where(info["action_mask"], logits, -np.inf).argmax(-1)  # detail maddpg-2: hard samples act
         next_obs, reward, termination, truncation, next_info = envs.step(action)
         buffer.add(obs, info, one_hot[action], reward, termination, truncation, next_info)
-        memory[termination | truncation] = 0  # the next observation is the first of an episode
+        memory[~info["agent_mask"]] = 0  # detail recurrent-1: the dead forget, and an episode begins with nothing
+        memory[termination | truncation] = 0
         run.step += envs.num_envs
         if "_episode" in next_info:
             run.log_episodes(next_info, buffer.episodes)
@@ -291,7 +297,8 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
 @torch.no_grad()
 def critic_targets(target_agent: Agent, target_critic: Critic, batch: Batch, gamma: float) -> torch.Tensor:
     """What the critics learn (B, T, M): r + gamma Q'(s', a'), where a' are hard samples of the target policy."""
-    logits = target_agent.logits(batch.obs, batch.action_mask)  # it sees the first observation too
+    alive = F.pad(batch.alive, (0, 0, 0, 1))  # nothing follows the last observation
+    logits = target_agent.logits(batch.obs, batch.action_mask, alive)  # it sees the first observation too
     next_action = F.gumbel_softmax(logits[:, 1:], hard=True)  # detail maddpg-5: samples of the target policy
     return batch.reward + gamma * batch.goes_on * target_critic(batch.state[:, 1:], next_action[:, :, None])
 
@@ -305,7 +312,7 @@ def critic_loss(critic: Critic, batch: Batch, target: torch.Tensor) -> torch.Ten
 
 def actor_loss(agent: Agent, critic: Critic, batch: Batch, reg: float = 0.0) -> torch.Tensor:
     """Minus the mean value of the living agents' own soft samples; all other actions are those of the buffer."""
-    logits = agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1])
+    logits = agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1], batch.alive)
     own_action = F.gumbel_softmax(logits, hard=False)  # detail maddpg-2: soft samples train the actor
     is_own = torch.eye(own_action.shape[2], dtype=torch.bool, device=own_action.device)[..., None]  # (A, A, 1)
     # detail maddpg-3: joint action i (B, T, A, A, K) is that of the buffer, but for agent i's own
@@ -318,7 +325,8 @@ def actor_loss(agent: Agent, critic: Critic, batch: Batch, reg: float = 0.0) -> 
 def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> dict:
     """One step of the network down the gradient of the loss; returns its children's norms before clipping."""
     optimizer.zero_grad()
-    loss.backward(inputs=list(network.parameters()))  # the actor's loss goes through the critics and leaves them alone
+    learned = [p for p in network.parameters() if p.requires_grad]
+    loss.backward(inputs=learned)  # the actor's loss goes through the critics and leaves them alone
     norms = clip_grads_(network, max_norm if max_norm > 0 else math.inf)
     optimizer.step()
     return norms

@@ -325,7 +325,8 @@ def temperature_loss(agent: Agent, entropy: torch.Tensor, batch: Batch, target_e
 def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> dict:
     """One step of the network down the gradient of the loss; returns its children's norms before clipping."""
     optimizer.zero_grad()
-    loss.backward(inputs=list(network.parameters()))  # the actor's loss goes through the critics and leaves them alone
+    learned = [p for p in network.parameters() if p.requires_grad]
+    loss.backward(inputs=learned)  # the actor's loss goes through the critics and leaves them alone
     norms = clip_grads_(network, max_norm if max_norm > 0 else math.inf)
     optimizer.step()
     return norms

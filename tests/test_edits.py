@@ -7,6 +7,7 @@ the one that learns.
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -216,6 +217,28 @@ def test_an_edited_copy_without_ratios_acts_as_it_learns_trains_what_is_new_and_
         assert (acted == learned.argmax(-1).numpy()).all() and len(np.unique(acted)) > 1
 
 
+FROZEN = WITHOUT_RATIOS | dict.fromkeys(("coppo", "coppo_lstm", "coppo_matrix"), MANY | {"share_parameters": False})
+
+
+@pytest.mark.parametrize("script", FROZEN)
+def test_a_frozen_layer_stays_as_it_is_and_the_others_learn(script, tmp_path, monkeypatch):
+    module = copy_of(script, [], tmp_path)
+    policy = "q_network" if "q_network" in inspect.getsource(module.Agent) else "actor"
+
+    class HalfFrozen(module.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            next(getattr(self, policy).parameters()).requires_grad_(False)
+
+    monkeypatch.setattr(module, "Agent", HalfFrozen)
+    args = module.Args(**FROZEN[script] | {"eval_episodes": 0, "runs_dir": str(tmp_path)})
+    module.set_up(args)
+    start = HalfFrozen(module.make_envs(args, 1), args)  # as the run makes it
+    trained = load_checkpoint(module.main(args))["modules"]["agent"]
+    moved = {name: (trained[name] != p).any().item() for name, p in getattr(start, policy).named_parameters(policy)}
+    assert list(moved.values()) == [False] + [True] * (len(moved) - 1)
+
+
 def what_the_loss_sees(agent, obs):
     """Logits or actions (N, T, A, K) of observations (N, T, A, D), episodes of T steps, as the loss has them."""
     mask = torch.ones(*obs.shape[:3], 5, dtype=torch.bool)
@@ -229,6 +252,8 @@ def what_the_loss_sees(agent, obs):
         memory = [torch.zeros(len(obs), 3, agent.actor.memory_size)] if hasattr(agent.actor, "memory_size") else []
         rows = (x.swapaxes(0, 1).flatten(0, 1) for x in (obs, mask))
         return agent.logits(*rows, *memory).unflatten(0, (-1, len(obs))).swapaxes(0, 1)
+    if hasattr(agent, "tbptt"):
+        return agent.logits(obs, mask, mask.any(-1))
     return agent.logits(obs, mask)
 
 

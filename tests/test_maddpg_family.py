@@ -35,9 +35,12 @@ def code(thing) -> str:
 def test_copied_parts_are_those_that_the_tests_of_maddpg_prove(script):
     names = ["Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "soft_update"]
     if script is not maddpg_continuous_action:
-        names += ["Batch", "Buffer", "actor_loss", "gumbel_noise", "update"]
+        names += ["Batch", "Buffer", "gumbel_noise", "update"]
     for name in names:
         assert code(getattr(script, name)) == code(getattr(maddpg, name)), name
+    if script is not maddpg_continuous_action:  # memories need to know who is dead
+        actor_loss = code(script.actor_loss).replace("_mask[:, :-1], batch.alive)", "_mask[:, :-1])")
+        assert actor_loss == code(maddpg.actor_loss)
     without_logits = code(maddpg.update).replace("batch, args.reg)", "batch)")
     assert code(maddpg_continuous_action.update) == without_logits != code(maddpg.update)
 
@@ -52,8 +55,11 @@ def test_the_buffer_of_continuous_actions_is_that_of_one_hot_ones(individual, no
         torch.manual_seed(2)
         batches.append(buffer.sample(30, CPU))
     ours, theirs = batches
-    assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ours._fields)
-    assert set(theirs._fields) - set(ours._fields) == {"action_mask"}
+    assert set(theirs._fields) ^ set(ours._fields) == {"action_mask", "survive"}
+    for name in set(theirs._fields) & set(ours._fields):
+        x = getattr(theirs, name)
+        torch.testing.assert_close(getattr(ours, name), x * ours.alive[..., None] if name == "action" else x)
+    assert (ours.alive == 0).any() and torch.equal(ours.survive[:, :-1] * ours.alive[:, 1:], ours.alive[:, 1:])
 
 
 @pytest.mark.parametrize("script", [maddpg, maddpg_continuous_action])

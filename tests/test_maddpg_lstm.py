@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_maddpg import CPU, SMALL, played, world
+from test_recurrent_family import Revived
 from toys import double, scalars
 
 SCRIPTS = [maddpg_lstm, maddpg_lstm_multienvs]
@@ -25,7 +26,7 @@ def case(script, individual=True, **changes):
     return args, agent, critic, double(buffer.sample(5, CPU))
 
 
-def step_by_step(agent, obs, tbptt):
+def step_by_step(agent, obs, alive, tbptt):
     """Outputs (B, T, A, K) of the actor by torch.lstm_cell, one agent, one step and one layer after another."""
     ids, first, relu, *lstms, _, last = agent.actor
     outputs = []
@@ -38,7 +39,7 @@ def step_by_step(agent, obs, tbptt):
             for k, lstm in enumerate(lstms):
                 weights = lstm.weight_ih[0].T, lstm.weight_hh[0].T, lstm.bias_ih[0, 0], lstm.bias_hh[0, 0]
                 state[k] = torch.stack(torch.lstm_cell(x, tuple(state[k]), *weights))
-                x = state[k][0]
+                x, state[k] = state[k][0], state[k] * alive[:, t, a, None]  # the dead forget
             outputs.append(last(x.relu()))
     return torch.stack(outputs).unflatten(0, (obs.shape[2], -1)).permute(2, 1, 0, 3)
 
@@ -48,18 +49,18 @@ def step_by_step(agent, obs, tbptt):
 @pytest.mark.parametrize("tbptt", [1, 2, 4, 100])
 def test_truncated_back_propagation_is_that_of_a_loop_over_time(script, num_layers, tbptt):
     _, agent, critic, batch = case(script, actor_num_layers=num_layers, tbptt=tbptt)
-    obs, mask = batch.obs[:, :-1], batch.action_mask[:, :-1]
+    obs, mask, alive = batch.obs[:, :-1], batch.action_mask[:, :-1], batch.alive
     assert obs.shape[1] >= 5
     torch.manual_seed(1)
     ours = script.actor_loss(agent, critic, batch)
-    logits = step_by_step(agent, obs, tbptt).masked_fill(~mask, -1e8)
-    torch.testing.assert_close(agent.logits(obs, mask), logits)
+    logits = step_by_step(agent, obs, alive, tbptt).masked_fill(~mask, -1e8)
+    torch.testing.assert_close((agent.logits(obs, mask, alive) - logits) * alive[..., None], torch.zeros_like(logits))
     torch.manual_seed(1)
     own, total = F.gumbel_softmax(logits), 0
     for i in range(3):
         joint = torch.stack([(own if j == i else batch.action)[:, :, j] for j in range(3)], dim=2)
-        total += (critic(batch.state[:, :-1], joint[:, :, None])[..., i] * batch.alive[..., i]).sum()
-    theirs = -total / batch.alive.sum()
+        total += (critic(batch.state[:, :-1], joint[:, :, None])[..., i] * alive[..., i]).sum()
+    theirs = -total / alive.sum()
     torch.testing.assert_close(ours, theirs)
     parameters = list(agent.parameters())
     for a, b in zip(torch.autograd.grad(ours, parameters), torch.autograd.grad(theirs, parameters)):
@@ -71,12 +72,13 @@ def test_chunks_as_long_as_the_episode_are_full_back_propagation(script):
     """The gradient of tbptt >= T is that of whole episodes, that of tbptt < T is not."""
     _, agent, _, batch = case(script)
     obs, mask = batch.obs[:, :-1], batch.action_mask[:, :-1]
+    alive = torch.ones_like(batch.alive)
     parameters, weight = list(agent.parameters()), torch.rand_like(batch.action)
-    logits = step_by_step(agent, obs, 1000)
+    logits = step_by_step(agent, obs, alive, 1000)
     full = torch.autograd.grad((logits.masked_fill(~mask, 0) * weight).sum(), parameters)
     for tbptt, is_full in ((obs.shape[1], True), (10, True), (obs.shape[1] - 1, False), (1, False)):
         agent.tbptt = tbptt
-        loss = (agent.logits(obs, mask).masked_fill(~mask, 0) * weight).sum()
+        loss = (agent.logits(obs, mask, alive).masked_fill(~mask, 0) * weight).sum()
         gradients = torch.autograd.grad(loss, parameters)
         assert all(torch.allclose(a, b) for a, b in zip(gradients, full)) == is_full
 
@@ -85,7 +87,8 @@ def test_chunks_as_long_as_the_episode_are_full_back_propagation(script):
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_actor_that_acts_is_the_actor_that_learns(script, num_layers):
     _, agent, _, batch = case(script, actor_num_layers=num_layers)
-    learner = agent.logits(batch.obs, torch.ones_like(batch.action_mask)).detach()
+    everyone = torch.ones(batch.obs.shape[:3])
+    learner = agent.logits(batch.obs, torch.ones_like(batch.action_mask), everyone).detach()
     actor, memory = as_numpy(agent.actor), script.first_memory(agent, 5, 3).astype(np.float64)
     assert memory.shape == (5, 3, 2 * num_layers * 32)
     for t in range(batch.obs.shape[1]):
@@ -98,7 +101,7 @@ def test_the_actor_that_acts_is_the_actor_that_learns(script, num_layers):
 def test_target_actor_sees_the_first_observation(script):
     """The target of step t takes the action that the target actor takes at t + 1 after all observations up to there."""
     _, agent, critic, batch = case(script, tbptt=2)
-    logits = step_by_step(agent, batch.obs, 100).masked_fill(~batch.action_mask, -1e8)
+    logits = step_by_step(agent, batch.obs, F.pad(batch.alive, (0, 0, 0, 1)), 100).masked_fill(~batch.action_mask, -1e8)
     torch.manual_seed(1)
     ours = script.critic_targets(agent, critic, batch, 0.99)
     torch.manual_seed(1)
@@ -109,9 +112,10 @@ def test_target_actor_sees_the_first_observation(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_padding_and_dead_agents_add_nothing(script):
     args, agent, critic, batch = case(script)
-    lengths = batch.alive[..., 0].sum(1, keepdim=True)
+    alive = batch.alive
+    lengths = alive[..., 0].sum(1, keepdim=True)
     rows = torch.arange(batch.obs.shape[1]) > lengths
-    dead = (1 - batch.alive) * batch.alive.any(-1, keepdim=True)
+    dead = (1 - alive) * alive.any(-1, keepdim=True)
     obs = batch.obs + 1e3 * rows[..., None, None]
     obs[:, :-1] += 1e3 * dead[..., None]
     masks = batch.action_mask.clone()
@@ -142,13 +146,48 @@ def test_policy_forgets_at_the_start_of_an_episode(script):
     done = np.ones(4, bool)
     for _ in range(20):
         obs = rng.normal(size=obs.shape).astype(np.float32)
-        action = policy(obs, info, done)
+        living = np.ones((4, 3), bool)
+        living[:, 2] = rng.random(4) < 0.7
+        action = policy(obs, info | {"agent_mask": living}, done)
         for i in np.flatnonzero(done):
             memory[i] = 0
         logits, memory = actor(obs, memory)
+        memory[:, 2] *= living[:, 2, None]
         np.testing.assert_array_equal(action, np.where(info["action_mask"], logits, -np.inf).argmax(-1))
         done = rng.random(4) < 0.3
-    assert policy(obs[:2], {"action_mask": info["action_mask"][:2]}, np.ones(2, bool)).shape == (2, 3)
+    two = {name: info[name][:2] for name in ("action_mask", "agent_mask")}
+    assert policy(obs[:2], two, np.ones(2, bool)).shape == (2, 3)
+
+
+# proves recurrent-1
+@pytest.mark.parametrize("tbptt", [1, 3, 100])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_who_comes_back_remembers_nothing(script, tbptt):
+    _, agent, _, batch = case(script, tbptt=tbptt)
+    obs, alive = batch.obs[:, :5], torch.ones_like(batch.alive[:, :5])
+    mask = torch.ones_like(batch.action_mask[:, :5])
+    alive[:, 1:3, 1] = 0
+    logits = agent.logits(obs, mask, alive)
+    torch.testing.assert_close(logits[:, 3:, 1], agent.logits(obs[:, 3:], mask[:, 3:], alive[:, 3:])[:, :, 1])
+    remembered = agent.logits(obs, mask, torch.ones_like(alive))
+    torch.testing.assert_close(logits[:, :, 0], remembered[:, :, 0])
+    assert (logits - remembered)[:, 3:, 1].abs().min() > 1e-6
+    torch.testing.assert_close(logits, step_by_step(agent, obs, alive, tbptt))
+
+
+# proves recurrent-1
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_acts_in_an_episode_is_what_learns_from_it(script, monkeypatch):
+    """Agent 1 is dead in the third and fourth step, and comes back."""
+    monkeypatch.setattr(script, "gumbel_noise", lambda *shape: 0)
+    envs = Revived(1 if script is maddpg_lstm else 3)
+    agent, _, buffer = played(script, envs, script.Args(individual_critics=True), scale=3)
+    for episode in buffer.episodes:
+        obs, mask, alive = (torch.from_numpy(x)[None] for x in (episode.obs, episode.action_mask, episode.alive))
+        acted = agent.logits(obs[:, :-1].double(), mask[:, :-1], alive.double())[0].argmax(-1)
+        living = alive[0] > 0
+        assert not living[2:4, 1].any() and living[4, 1]
+        assert (acted == torch.from_numpy(episode.action).argmax(-1))[living].all()
 
 
 def test_state_is_zero_where_an_episode_begins(monkeypatch):

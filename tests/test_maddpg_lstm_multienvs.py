@@ -29,7 +29,7 @@ def test_every_environment_plays_as_if_it_were_alone(monkeypatch):
 
 
 def test_memories_are_those_of_the_episodes_under_way():
-    """After a round each memory is what the actor has after exactly the observations of its own episode so far."""
+    """After a round each memory is what the actor has after exactly the observations of its own life so far."""
     args = maddpg_lstm_multienvs.Args(individual_critics=True)
     envs, run = world(3), Quiet()
     agent, buffer = maddpg_lstm_multienvs.Agent(envs, args), maddpg_lstm_multienvs.Buffer(envs, args)
@@ -40,8 +40,9 @@ def test_memories_are_those_of_the_episodes_under_way():
         now = maddpg_lstm_multienvs.collect(agent, envs, now, buffer, run)
         for i in range(3):
             memory = maddpg_lstm_multienvs.first_memory(agent, 1, 3)
-            for obs, *_ in buffer.playing[i]:
+            for obs, _, _, alive, *_ in buffer.playing[i]:
                 _, memory = actor(obs[None], memory)
+                memory[:, ~alive] = 0
             np.testing.assert_allclose(now[2][i], memory[0], atol=1e-6)
             under_way.add(len(buffer.playing[i]))
     assert 0 in under_way and len(under_way) > 2
