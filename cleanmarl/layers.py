@@ -509,9 +509,9 @@ class CompileError(Exception):
 
 
 class Compilation:
-    """Whether functions marked with @compilable are compiled, in this process."""
+    """Whether functions marked with @compilable are compiled, in this process, and for what device."""
 
-    wanted = False
+    wanted, device = False, torch.device("cpu")
 
 
 def compilable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -523,7 +523,10 @@ def compilable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        return (compiled() if Compilation.wanted else function)(*args)
+        if not Compilation.wanted:
+            return function(*args)
+        # a number would be compiled in, and one that falls over the run compiled anew at every update
+        return compiled()(*(torch.tensor(x, device=Compilation.device) if isinstance(x, float) else x for x in args))
 
     return call
 
@@ -536,7 +539,7 @@ def compile_losses(wanted: bool, device: torch.device) -> None:
             torch.compile(torch.sin, options=OPTIONS)(torch.ones(8, device=device))
         except Exception as error:  # of whatever part: Dynamo, Inductor, Triton, the compiler
             raise CompileError(next(line for line in str(error).splitlines() if line.strip())) from error
-    Compilation.wanted = wanted
+    Compilation.wanted, Compilation.device = wanted, device
 
 
 def use_bf16(args: Any) -> bool:

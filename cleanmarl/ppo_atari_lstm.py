@@ -189,10 +189,10 @@ class Agent(nn.Module):
         return self.actor(hidden), self.critic(hidden).squeeze(-1), state
 
 
-def first_state(num_envs: int, device: torch.device) -> torch.Tensor:
-    """The LSTM's state before anything was seen, (2, N, 128)."""
+def first_state(agent: Agent, num_envs: int) -> torch.Tensor:
+    """The LSTM's state before anything was seen, (2, N, H): hidden and cell."""
     # detail lstm-2: the state is 0 at first
-    return torch.zeros(2, num_envs, 128, device=device)
+    return torch.zeros(2, num_envs, agent.lstm.hidden_size, device=next(agent.parameters()).device)
 
 
 def make_policy(agent: Agent, greedy: bool = True):
@@ -203,7 +203,7 @@ def make_policy(agent: Agent, greedy: bool = True):
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
         nonlocal state
         if done.all():  # at the beginning, when the number of environments may be another one
-            state = first_state(len(obs), device)
+            state = first_state(agent, len(obs))
         obs, start = torch.as_tensor(obs, device=device), torch.as_tensor(done, device=device)
         logits, _, state = agent(obs[None], state, start[None])
         logits = logits[0].numpy(force=True)
@@ -391,14 +391,14 @@ def main(args: Args) -> Path:
         done=np.zeros((T, N), bool),
         value=np.zeros((T, N), np.float32),
         start=np.zeros((T, N), bool),
-        state=first_state(N, device),
+        state=first_state(agent, N),
     )
     check_rollout_size(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
         obs, _ = run.start(envs)
-        start, state = np.ones(N, bool), first_state(N, device)
+        start, state = np.ones(N, bool), first_state(agent, N)
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates

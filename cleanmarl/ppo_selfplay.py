@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
+from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs.pool import GAMES, Against, Games, envpool_spec
 from cleanmarl.evaluate import evaluate
-from cleanmarl.layers import Bf16, compilable, use_bf16
+from cleanmarl.layers import Bf16, use_bf16
 from cleanmarl.run import EVAL_SEED, Run, check_rollout_size
 
 import gymnasium as gym
@@ -35,7 +35,7 @@ import torch.nn as nn
 
 
 @dataclass
-class Args(OnPolicyArgs):
+class Args(RunArgs):
     eval_episodes: int = 200
     """games of the evaluation at the end, most probable moves against random ones; 0 for none"""
 
@@ -298,7 +298,6 @@ def estimate(agent: Agent, rollout: Rollout, seen: tuple, args: Args) -> Batch:
     return Batch(obs, action, log_prob, advantage, return_, value)
 
 
-@compilable
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one minibatch, and its diagnostics by name."""
     logits, new_value = agent(batch.obs)

@@ -77,6 +77,23 @@ def test_random_numbers_are_the_same(compiling):
     assert results[0] == results[1]
 
 
+def test_a_clip_coefficient_that_falls_is_compiled_once(tmp_path, monkeypatch):
+    graphs, compile_ = [], torch.compile
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda f, options, **flags: compile_(f, backend=backend, **flags))
+    monkeypatch.setattr(ppo, "ppo_loss", compilable(ppo.ppo_loss.__wrapped__))
+    sizes = {"num_envs": 8, "num_steps": 16, "num_minibatches": 1, "update_epochs": 1, "eval_episodes": 0}
+    sizes |= {"total_timesteps": 12 * 128, "runs_dir": str(tmp_path), "anneal_clip_coef": True}
+    folders = [ppo.main(ppo.Args(**sizes, compile=wanted)) for wanted in (True, False)]
+    assert len(graphs) == 1
+    torch.testing.assert_close(*(load_checkpoint(folder)["modules"]["agent"] for folder in folders))
+
+
 def test_without_a_compiler_it_ends_with_one_line(tmp_path):
     argv = ["cleanmarl/ppo.py", "--compile", "--runs-dir", str(tmp_path / "runs")]
     env = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -101,7 +118,7 @@ def test_bf16_is_close_and_gives_float32(script):
         if script is ppo_atari:
             results.append(agent(obs[0]))
         elif script is ppo_atari_lstm:
-            results.append(agent(obs, ppo_atari_lstm.first_state(3, CPU), start)[:2])
+            results.append(agent(obs, ppo_atari_lstm.first_state(agent, 3), start)[:2])
         else:
             zeros = torch.zeros(2, 3, dtype=torch.long)
             results.append(agent(obs, start, zeros, zeros.float(), torch.zeros(2, 3, agent.state_size))[:2])

@@ -419,6 +419,24 @@ class Spaces(gym.Env):
 gym.register("Spaces-v0", entry_point=Spaces)
 
 
+class Counting(Spaces):
+    """An environment that calls something of its own as RecordEpisodeStatistics calls its returns."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(gym.spaces.Box(0, 1, (2,)))
+        self.episode_returns = []
+
+
+gym.register("Counting-v0", entry_point=Counting)
+
+
+def test_what_an_environment_calls_its_own_numbers_is_its_own_affair():
+    envs = make_gymnasium("Counting-v0", 2)
+    envs.reset(seed=1)
+    info = envs.step(np.zeros(2, int))[-1]
+    assert info["_episode"].all() and (info["episode"]["l"] == 1).all()
+
+
 def test_gymnasium_ids_of_modules_in_the_working_folder(tmp_path):
     (tmp_path / "my_tasks.py").write_text(
         "import gymnasium as gym\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
@@ -503,13 +521,18 @@ def test_environments_of_neighbouring_seeds_differ():
         (
             {"discrete": False},
             {"action_space": gym.spaces.Discrete(3)},
-            "this script needs Box actions and Spaces-v0 has Discrete(3); try the script without _continuous_action",
+            "this script needs Box actions (K,) and Spaces-v0 has Discrete(3); "
+            "try the script without _continuous_action",
         ),
         (
             {"discrete": False},
             {"action_space": gym.spaces.Box(0, 1, (2, 3))},
-            "this script needs Box actions and Spaces-v0 has Box(0.0, 1.0, (2, 3), float32); "
-            "try the script without _continuous_action",
+            "this script needs Box actions (K,) and Spaces-v0 has Box(0.0, 1.0, (2, 3), float32)",
+        ),
+        (
+            {"discrete": True},
+            {"action_space": gym.spaces.MultiDiscrete([3, 2])},
+            "this script needs Discrete actions and Spaces-v0 has MultiDiscrete([3 2]); try ppo_multidiscrete.py",
         ),
     ],
 )

@@ -203,8 +203,28 @@ for what in ("reward", "obs"):
     gym.register(f"Sick-{what}-v0", lambda what=what: Sick(what, False))
     gym.register(f"SickContinuous-{what}-v0", lambda what=what: Sick(what, True))
 
+
+class SickFromTheStart(Sick):
+    """Only its very first observation is none."""
+
+    def reset(self, *, seed=None, options=None):
+        sound, info = super().reset(seed=seed)
+        return sound if self.age else sound + math.nan, info
+
+
+gym.register("SickFromTheStart-v0", lambda: SickFromTheStart("", False))
+gym.register("SickFromTheStartContinuous-v0", lambda: SickFromTheStart("", True))
+
 WORDS = {"reward": "reward", "obs": "observation"}
 ROLLOUTS = {"num_steps": 32, "num_minibatches": 2}
+
+
+@pytest.mark.parametrize("script, kind", [("ppo", ""), ("ppo_continuous_action", "Continuous")])
+def test_a_first_observation_that_is_none_is_found_in_the_first_rollout(script, kind, tmp_path):
+    module = importlib.import_module(f"cleanmarl.{script}")
+    flags = ROLLOUTS | {"num_envs": 2, "env_id": f"SickFromTheStart{kind}-v0", "eval_episodes": 0}
+    with pytest.raises(NonFiniteError, match="the observation is nan in environment 0 at step 0"):
+        module.main(module.Args(runs_dir=str(tmp_path), total_timesteps=2000, **flags))
 
 
 @pytest.mark.parametrize("what", ["reward", "obs"])

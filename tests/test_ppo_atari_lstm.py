@@ -37,7 +37,7 @@ def collected():
     args = ppo_atari_lstm.Args(**SMALL | {"num_steps": 60, "num_envs": 4})
     envs = make(4)
     agent = make_agent(envs, args, spread=100)
-    position = envs.reset(seed=1)[0], np.ones(4, bool), ppo_atari_lstm.first_state(4, "cpu")
+    position = envs.reset(seed=1)[0], np.ones(4, bool), ppo_atari_lstm.first_state(agent, 4)
     found = []
     for _ in range(2):
         rollout = make_rollout(ppo_atari_lstm, args, envs)
@@ -92,9 +92,13 @@ def test_lstm_weights_are_orthogonal_and_biases_zero():
 
 # proves lstm-2
 def test_the_first_state_is_zero(collected):
-    _, _, (_, first), _ = collected
-    assert ppo_atari_lstm.first_state(3, "cpu").shape == (2, 3, 128)
-    assert (ppo_atari_lstm.first_state(3, "cpu") == 0).all() and (first.state == 0).all() and first.start[0].all()
+    _, agent, (_, first), _ = collected
+    state = ppo_atari_lstm.first_state(agent, 3)
+    assert state.shape == (2, 3, 128) and (state == 0).all()
+    assert (first.state == 0).all() and first.start[0].all()
+    edited = make_agent(make(1), ppo_atari_lstm.Args())
+    edited.lstm = torch.nn.LSTM(512, 64)
+    assert ppo_atari_lstm.first_state(edited, 3).shape == (2, 3, 64)
 
 
 # proves lstm-3
@@ -179,7 +183,7 @@ def test_time_limit_bootstrap_uses_the_state_of_that_moment():
     options = {"max_num_frames_per_episode": 60}  # no-ops and FIRE included
     envs = ppo_atari_lstm.make_envs(args, 2, **options)
     agent = make_agent(envs)
-    start, state = np.ones(2, bool), ppo_atari_lstm.first_state(2, "cpu")
+    start, state = np.ones(2, bool), ppo_atari_lstm.first_state(agent, 2)
     rollout = make_rollout(ppo_atari_lstm, args, envs)
     ppo_atari_lstm.collect(agent, envs, envs.reset(seed=1)[0], start, state, rollout, args, Quiet())
     ends = np.argwhere(rollout.done)

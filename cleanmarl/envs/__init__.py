@@ -368,16 +368,22 @@ def check_action_space(env: gym.Env, env_id: str, discrete: bool) -> gym.Env:
     space = env.action_space
     if discrete:
         if not isinstance(space, gym.spaces.Discrete):
-            raise EnvError(
-                f"this script needs Discrete actions and {env_id} has {space}; try a ..._continuous_action.py"
-            )
+            raise EnvError(f"this script needs Discrete actions and {env_id} has {space}{other_script(space)}")
         if space.start != 0:
             raise EnvError(f"this script needs actions counted from 0 and {env_id} has {space}")
     elif not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-        raise EnvError(
-            f"this script needs Box actions and {env_id} has {space}; try the script without _continuous_action"
-        )
+        raise EnvError(f"this script needs Box actions (K,) and {env_id} has {space}{other_script(space)}")
     return env
+
+
+def other_script(space: gym.Space) -> str:
+    """Where actions of this kind are learned, for a message."""
+    if isinstance(space, gym.spaces.Discrete):
+        return "; try the script without _continuous_action"
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return "; try ppo_multidiscrete.py"
+    is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    return "; try a ..._continuous_action.py" if is_vector else ""
 
 
 def make_gymnasium(
@@ -449,5 +455,14 @@ def make_gymnasium(
         near = difflib.get_close_matches(env_id, gym.registry, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise EnvError(f"unknown environment {env_id!r}{hint}") from error
-    is_game = envs.envs[0].has_wrapper_attr("episode_returns")
-    return (GameStatistics if is_game else gym.wrappers.vector.RecordEpisodeStatistics)(IndependentSeeds(envs))
+    record = GameStatistics if counts_games(envs.envs[0]) else gym.wrappers.vector.RecordEpisodeStatistics
+    return record(IndependentSeeds(envs))
+
+
+def counts_games(env: gym.Env) -> bool:
+    """Whether a wrapper of `env` counts its returns already, as those of games do before lives and clipped rewards."""
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, gym.wrappers.RecordEpisodeStatistics):
+            return True
+        env = env.env
+    return False
