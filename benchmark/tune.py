@@ -12,7 +12,7 @@ A trial runs every environment and seed, one after the other, as `benchmark/run.
 second try, and with --resume for what was interrupted. Its score is the mean of their last evaluations; with several
 environments each is scaled so that 0 is random and 1 the best known of benchmark/yardsticks.csv. Evaluations on the way
 (--eval-interval) decide whether a trial is worse than the median of the others at that point: then it is stopped. The
-study is RUNS_DIR/study.db (SQLite), its table RUNS_DIR/trials.csv.
+study is RUNS_DIR/study.db (SQLite), its table RUNS_DIR/trials.csv; a folder is for one search.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ import time
 import typing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,13 @@ class Args:
 def script_args(command: str) -> type:
     """The class Args of the script that a command runs, by path or with -m."""
     argv = to_argv(command)
-    if "-m" in argv:
-        spec = importlib.util.find_spec(argv[argv.index("-m") + 1])
-    else:
-        path = next((word for word in argv if word.endswith(".py")), None)
-        check(path is not None and Path(path).exists(), f"there is no script in: {command}")
+    spec = None
+    if "-m" in argv[:-1]:
+        with suppress(ModuleNotFoundError):  # of its package
+            spec = importlib.util.find_spec(argv[argv.index("-m") + 1])
+    elif (path := next((word for word in argv if word.endswith(".py")), None)) and Path(path).exists():
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    check(spec is not None, f"there is no script in: {command}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look for annotations
     spec.loader.exec_module(module)
@@ -184,12 +186,24 @@ class Search:
             pruner=optuna.pruners.MedianPruner(n_startup_trials=START_UP, n_warmup_steps=0),
             load_if_exists=True,
         )
+        self.check_same()
         if not self.study.trials and (params := default_params(self.script, self.space)) is not None:
             self.study.enqueue_trial(params)
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):  # of a call that was killed: first of all
             self.study.tell(trial.number, state=TrialState.FAIL)
             self.study.enqueue_trial(trial.params)
         self.num_open, self.lock = args.num_trials - len(self.ended()), threading.Lock()
+
+    def check_same(self) -> None:
+        """UsageError if the trials of the folder are of another search: their scores cannot be compared."""
+        args, held = self.args, self.study.user_attrs
+        search = {"--command": args.command, "--env-ids": args.env_ids, "--params": args.params}
+        search |= {"--num-seeds": args.num_seeds, "--metric": args.metric, "flags after --": self.flags}
+        for name, value in search.items():
+            words = shlex.join(value) if isinstance(value, list) else str(value)
+            message = f"{args.runs_dir} holds a search with {name} '{held.get(name)}', not '{words}'"
+            check(held.get(name, words) == words, f"{message}; choose another --runs-dir")
+            self.study.set_user_attr(name, words)
 
     def ended(self) -> list[optuna.trial.FrozenTrial]:
         """The trials that count: complete, stopped early, or failed by themselves."""

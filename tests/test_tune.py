@@ -1,5 +1,7 @@
 """The search of settings: spaces from annotations, studies of real processes, early stops, going on after a kill."""
 
+import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -199,3 +201,26 @@ def test_a_search_that_was_killed_goes_on_where_it_was(toy):
     search.work()
     assert [t.params["x"] for t in search.study.get_trials(states=[TrialState.COMPLETE])] == [0.9, 0.7]
     assert len(list((toy / "runs").glob("*/done.json"))) == len(list((toy / "runs").glob("*/started"))) == 2
+
+
+def test_a_folder_goes_on_with_its_own_search_alone(toy, capsys):
+    """Scores of another environment, metric or budget must not be ranked with those of the first."""
+    tune.Search(toy_args(1), [], lambda: 0).work()
+    search = tune.Search(toy_args(2), [], lambda: 0)  # more trials of the same
+    assert search.num_open == 1
+    search.file.close()  # as at the end of its process
+    changes = {"env_ids": ["f"], "params": ["x=0.5..0.9"], "num_seeds": 2, "metric": "rollout/ep_reward"}
+    for name, value in changes.items():
+        assert tune.main(dataclasses.replace(toy_args(2), **{name: value}), []) == 2
+        gc.collect()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"runs holds a search with --{name.replace('_', '-')} '" in line
+    assert tune.main(toy_args(2), ["--num-envs", "2"]) == 2
+    line = "tune: runs holds a search with flags after -- '', not '--num-envs 2'; choose another --runs-dir\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("command", ["python -m cleanmarl.ppoo", "python -m nowhere.ppo", "python -m", "python no.py"])
+def test_a_script_that_is_not_there_is_one_line(command, toy, capsys):
+    assert tune.main(dataclasses.replace(toy_args(1), command=command), []) == 2
+    assert capsys.readouterr().err == f"tune: there is no script in: {command}\n"
