@@ -79,7 +79,8 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
     """The flags of a run that differ from its script's defaults, `the defaults` if none does.
 
     The defaults are read from the copy of the script in the run folder, without running it; "" if there is no script.
-    What a script decides by itself where its default is None is no setting, unless the command has it.
+    What a script decides by itself where its default is None is no setting, unless its command has it; a run that was
+    started from Python has no such command, and there all that differs counts.
     """
     places = [folder / f"{meta['script']}.py", HERE.parent / "cleanmarl" / f"{meta['script']}.py"]
     script = next((place for place in places if place.exists()), None)
@@ -87,11 +88,13 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
         return ""
     body = next(n for n in ast.parse(script.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
     fields = [field for field in body if isinstance(field, ast.AnnAssign) and field.value is not None]
-    defaults = {field.target.id: ast.literal_eval(field.value) for field in fields}
-    given = {word.partition("=")[0].replace("--no-", "--") for word in meta.get("command", map(flag, defaults))}
+    defaults = {field.target.id: literal(field.value) for field in fields}
+    program, *line = meta.get("command") or [""]
+    given = {flag(word.partition("=")[0].lstrip("-")).replace("--no-", "--") for word in line}
+    is_own = Path(program).stem == meta["script"]
     words = []
     for name, default in defaults.items():
-        if default is None and flag(name) not in given:
+        if default is None and is_own and flag(name) not in given:
             continue
         value = meta["args"].get(name, default)
         value = tuple(value) if isinstance(value, list) else value
@@ -102,6 +105,14 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
         else:
             words.append(f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
     return " ".join(words) or "the defaults"
+
+
+def literal(value: ast.expr) -> Any:
+    """The value of a default; its text, which no argument equals, if it is computed: 5 * 10**5."""
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return ast.unparse(value)
 
 
 def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -83,10 +83,19 @@ def test_settings_are_the_flags_that_differ_from_the_copy_of_the_script(tmp_path
         meta |= {"script": "maddpg", "args": {"individual_critics": False}}
         return report.settings_of(meta, tmp_path)
 
-    assert decided(command=["x.py", "--seed", "2"]) == "the defaults"
-    for words in (["--no-individual-critics"], ["--individual-critics", "False"], ["--individual-critics=False"]):
-        assert decided(command=["x.py", *words]) == "--no-individual-critics"
+    assert decided(command=["dir/maddpg.py", "--seed", "2"]) == "the defaults"
+    given = [["--no-individual-critics"], ["--individual-critics", "False"], ["--individual-critics=False"]]
+    for words in (*given, ["--no_individual_critics"], ["--individual_critics=False"]):
+        assert decided(command=["dir/maddpg.py", *words]) == "--no-individual-critics"
+    assert decided(command=["sweep.py", "--seed", "2"]) == "--no-individual-critics"  # main(Args(...)) in Python
     assert decided() == "--no-individual-critics"  # nobody knows
+
+
+def test_a_computed_default_is_read_without_running_it(tmp_path):
+    fields = "    size: int = 2 * 64\n    total_timesteps: PositiveInt = 5 * 10**5\n    gamma: float = 0.99\n"
+    (tmp_path / "x.py").write_text(f"class Args(RunArgs):\n{fields}")
+    args = {"size": 128, "total_timesteps": 500_000, "gamma": 0.99}
+    assert report.settings_of({"script": "x", "args": args}, tmp_path) == "--size 128"  # whether it was given or not
 
 
 def test_seconds_are_those_of_the_manifest_without_the_time_between_two_tries(tmp_path):
