@@ -17,6 +17,7 @@ dies, the actors find their pipes closed and end. For one that is merely slow, a
 every minute says so.
 """
 
+import dataclasses
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -129,7 +130,7 @@ def act(classes, args: Any, index: int, step: int, connection, parameters_memory
         keep_freed_memory()
         player_class, agent_class = classes
         player = player_class(args, index, step)
-        agent = agent_class(player.envs, args)
+        agent = agent_class(player.envs, dataclasses.replace(args, device="cpu"))  # which --bf16 auto asks for
         parameters, slots = Parameters(parameters_memory, agent), np.frombuffer(slots_memory, dtype)
         gc.freeze()
         while (number := receive(connection)) is not None:
@@ -274,7 +275,8 @@ class RayActor:
         seed_everything((args.seed + step + index) % 2**32, torch_threads=1)
         player_class, agent_class = classes
         self.player = player_class(args, index, step)
-        self.agent, self.slot = agent_class(self.player.envs, args), np.zeros(1, dtype)
+        self.agent = agent_class(self.player.envs, dataclasses.replace(args, device="cpu"))  # as in act()
+        self.slot = np.zeros(1, dtype)
         self.slot["actor"] = index
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 In Python `cleanmarl.load(run_dir)` gives the policy.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -101,7 +102,8 @@ class Policy:
         state = load_checkpoint(path)
         self.step = state["step"]
         self.envs = self.script.make_envs(self.args, num_envs, **options)
-        self.agent = self.script.Agent(self.envs, self.args)
+        # It is on the CPU, wherever the run's was: --bf16 auto would ask for the run's GPU, which need not be here.
+        self.agent = self.script.Agent(self.envs, dataclasses.replace(self.args, device="cpu"))
         load_states(state, path, agent=self.agent)
         self.act = self.script.make_policy(self.agent, greedy)
 

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from cleanmarl import enjoy, ippo, ippo_per_agent, ppo
+import cleanmarl
+from cleanmarl import enjoy, ippo, ippo_per_agent, ppo, ppo_atari_envpool
 from cleanmarl.envs import EnvError, lbf
 from cleanmarl.evaluate import FilmError, Window
 from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint, write_checkpoint
@@ -75,6 +76,21 @@ def last_values(folder: Path) -> dict[str, float]:
     events = EventAccumulator(str(folder))
     events.Reload()
     return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+
+
+def test_a_run_on_a_gpu_is_played_on_the_cpu(tmp_path):
+    """--bf16 auto asks what the device can do, and this machine need not have the run's."""
+    need("envpool")
+    small = {"total_timesteps": 16, "num_envs": 2, "num_steps": 8, "num_minibatches": 1, "update_epochs": 1}
+    folder = ppo_atari_envpool.main(ppo_atari_envpool.Args(**small, eval_episodes=0, runs_dir=str(tmp_path)))
+    meta = json.loads((folder / "args.json").read_text())
+    meta["args"] |= {"device": "cuda:99", "bf16": "auto"}
+    (folder / "args.json").write_text(json.dumps(meta))
+    policy = cleanmarl.load(folder, num_envs=2)
+    obs, info = policy.envs.reset(seed=1)
+    assert policy(obs, info, np.ones(2, bool)).shape == (2,) and policy.args.device == "cuda:99"
+    policy.envs.close()
+    assert enjoy.main(enjoy.Args(folder, episodes=1))["eval/ep_length"] > 0
 
 
 @pytest.mark.parametrize("run_folder", ["ppo_run", "ippo_run"], indirect=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cleanmarl import enjoy
 from cleanmarl import impala_atari_envpool as impala
-from cleanmarl.actors import Actors
+from cleanmarl.actors import Actors, RayActor, slot_dtype, tensors
 from cleanmarl.cli import launch
 from cleanmarl.envs.pool import EnvPool
 from cleanmarl.run import EVAL_SEED, load_checkpoint
@@ -333,3 +333,19 @@ def test_learns_what_a_picture_asks_for_in_seconds(tmp_path, monkeypatch):
     folder = impala.main(impala.Args(**flags, total_timesteps=6_400, eval_episodes=0, runs_dir=str(tmp_path)))
     returns = [value for _, value in learned(folder)["rollout/ep_reward"]]
     assert returns[0] < 3 and np.mean(returns[-3:]) > 5  # a random policy has 1.33, the best one 8
+
+
+@pytest.mark.parametrize("num_actors", [1, "ray"])
+def test_actors_act_on_the_cpu_whatever_the_learner_has(num_actors):
+    """--bf16 auto asks what --device can do; actors are elsewhere, and may be on a machine without one."""
+    cpu = impala.Args(**SMALL | {"num_actors": 1})
+    gpu = dataclasses.replace(cpu, device="cuda:99", bf16="auto")
+    envs = impala.make_envs(cpu, 1)
+    agent, dtype = impala.Agent(envs, cpu), impala.unroll_dtype(envs, cpu)
+    if num_actors == "ray":
+        actor = RayActor((impala.Player, impala.Agent), gpu, 0, 0, slot_dtype(gpu, dtype))
+        slot = actor.play((0, [x.detach().numpy() for x in tensors(agent)]))[0]
+    else:
+        with Actors(impala.Player, gpu, agent, dtype, 0) as actors:
+            slot = actors.take(0)
+    assert slot["unrolls"]["obs"].any()
