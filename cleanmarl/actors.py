@@ -56,7 +56,10 @@ def check_unrolls_size(args: Any, unroll_dtype: np.dtype, replay_size: int = 0) 
     """Raise EnvError unless there is memory for actors, for what they fill, and for a replay of unrolls.
 
     The replay is copied for each checkpoint. Actors of Ray are on any machine, and it counts cores for them.
+    An actor that gets here, as it imports a file that starts a run, ends: it would begin a run of its own.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit('actors import the file that starts them: put its call of main under if __name__ == "__main__":')
     if not hasattr(args, "address"):
         check_memory(f"the processes of --num-actors {args.num_actors}", float(args.num_actors * ACTOR_BYTES))
     slots = max(1, args.num_actors * SLOTS_PER_ACTOR) * args.num_envs

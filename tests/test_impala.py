@@ -701,6 +701,18 @@ def test_a_learner_killed_while_it_writes_leaves_no_actor(tmp_path):
                 os.kill(actor, signal.SIGKILL)
 
 
+def test_a_file_without_a_main_guard_says_what_it_lacks(tmp_path):
+    """Its actors import it again: they must not begin runs of their own."""
+    script = tmp_path / "sweep.py"
+    script.write_text("from cleanmarl.impala import Args, main\nmain(Args(total_timesteps=640, eval_episodes=0))\n")
+    environment = os.environ | {"PYTHONPATH": str(Path(impala.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and len(list((tmp_path / "runs").iterdir())) == 1
+    assert 'put its call of main under if __name__ == "__main__":\n' in done.stderr
+    assert "freeze_support" not in done.stderr and done.stderr.splitlines()[-1].endswith("died (exit code 1)")
+
+
 @LINUX
 def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path, monkeypatch):
     with started(tmp_path, impala.__file__, "--num-actors", 1) as process:
