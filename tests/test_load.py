@@ -8,6 +8,7 @@ import cleanmarl
 from cleanmarl.evaluate import evaluate
 from cleanmarl.run import EVAL_SEED, UsageError
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -16,11 +17,16 @@ from optional import need
 PAGE = (Path(__file__).parent.parent / "docs" / "load.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 SMALL = {
-    "ppo": {"env_id": "CartPole-v1", "total_timesteps": 512, "num_envs": 2, "num_steps": 64},
+    "ppo": {"env_id": "Float64CartPole-v0", "total_timesteps": 512, "num_envs": 2, "num_steps": 64},
+    "ppo_continuous_action": {"env_id": "Pendulum-v1", "total_timesteps": 512, "num_envs": 2, "num_steps": 64},
     "mappo": {"total_timesteps": 400, "num_envs": 4},
     "mappo_lstm": {"total_timesteps": 400, "num_envs": 4},
     "qmix": {"total_timesteps": 400, "batch_size": 2},
 }
+
+
+MASKED = 'np.where(info["action_mask"], logits, -np.inf)'
+gym.register("Float64CartPole-v0", lambda: gym.wrappers.DtypeObservation(gym.make("CartPole-v1"), np.float64))
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +75,29 @@ def test_torchscript_acts_the_same(train, tmp_path, monkeypatch):
     for n in (1, 7):  # as many environments as one likes
         other = torch.randn(n, *obs.shape[1:])
         torch.testing.assert_close(saved(other), memoryless(other))
+
+
+@pytest.mark.parametrize("block, packages", [(1, []), (2, ["onnxruntime", "onnxscript"])])
+def test_observations_of_float64_are_exported_too(block, packages, train, tmp_path, monkeypatch):
+    """MuJoCo's are, and those of many environments that people write."""
+    need(*packages)
+    monkeypatch.chdir(tmp_path)
+    there: dict = {}
+    exec(BLOCKS[0].replace("RUN_DIR", str(train("ppo"))), there)
+    assert there["obs"].dtype == np.float64 and MASKED in BLOCKS[block]
+    exec(BLOCKS[block].replace(MASKED, "logits"), there)  # one agent of Gymnasium, as the page says
+    policy, obs, info = there["policy"], there["obs"], there["info"]
+    np.testing.assert_array_equal(there["action"], policy(obs, info, np.ones(4, bool)))
+
+
+def test_a_normalised_actor_is_exported_as_the_page_says(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there: dict = {}
+    block = BLOCKS[1].replace("obs.astype(np.float32)", "policy.agent.normalize_obs(seen := obs)")
+    block = block.replace(f"{MASKED}.argmax(-1)", "logits")
+    exec(BLOCKS[0].replace("RUN_DIR", str(train("ppo_continuous_action"))) + block, there)
+    expected = there["policy"](there["seen"], there["info"], np.ones(4, bool))
+    np.testing.assert_allclose(there["action"], expected, atol=1e-6)
 
 
 def test_onnx_acts_the_same(train, tmp_path, monkeypatch):
