@@ -107,7 +107,7 @@ class Run:
 
             # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
             with self._writing():
-                self.events = EventFile(self.folder, purge_step=self.step + 1 if self.step else None)
+                self.events = EventFile(self.folder, purge_step=None if args.resume is None else self.step + 1)
                 self.events.add_text("arguments", as_table(dataclasses.asdict(args)), self.step)
             on_error.pop_all()
         self.start_step, self.start_time = self.step, time.perf_counter()

@@ -334,6 +334,19 @@ def test_an_exception_saves_and_is_not_swallowed(tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------------------- resume
 
 
+def test_what_a_killed_run_wrote_after_step_0_is_dropped(tmp_path):
+    """It failed before its first update, was resumed and killed before its first checkpoint, and resumed again."""
+    with pytest.raises(ZeroDivisionError), small_run(tmp_path) as run:
+        1 / 0  # noqa: B018
+    assert load_checkpoint(run.folder)["step"] == 0
+    for attempt, steps in enumerate([(30, 60), (40, 80)]):
+        with pytest.raises(KeyboardInterrupt), small_run(tmp_path, resume=run.folder) as run:
+            for run.step in steps:
+                run.log({"train/policy_loss": attempt})
+            raise KeyboardInterrupt  # nothing is saved
+    assert scalars(run.folder)["train/policy_loss"] == [(40, 1), (80, 1)]
+
+
 def test_resume_with_more_steps(tmp_path):
     """1,024 steps, then 1,024 more: one stream of events, one optimizer, the schedule of the new total."""
     folder = train("ppo", "CartPole-v1", tmp_path, total_timesteps=1024)
