@@ -521,10 +521,13 @@ def check_replay_size(envs: MultiAgentVectorEnv, args: Any) -> None:
     """Raise EnvError unless there is memory for a replay buffer of `args.buffer_size` whole episodes, and steps.
 
     With --save-buffer it is copied for each checkpoint. Where `envs` do not say how long an episode may be, a line
-    tells what the buffer may take at most.
+    tells what the buffer may take at most; where they do, one tells that the run may learn nothing.
     """
     message = f"--total-timesteps {args.total_timesteps} ends before there are --batch-size {args.batch_size} episodes"
     check(args.total_timesteps >= args.batch_size, message)  # of a step or more
+    if envs.time_limit and args.total_timesteps < (first := args.batch_size * envs.time_limit):
+        full = f"--batch-size {args.batch_size} episodes of up to {envs.time_limit} steps are {first:,}"
+        tell(f"--total-timesteps {args.total_timesteps:,} may end before the first update: {full}", sys.stderr)
     spaces, (A, K) = (envs.single_observation_space, envs.single_state_space), envs.real_actions.shape
     one_step = sum(math.prod(space.shape) * np.dtype(space.dtype).itemsize for space in spaces)  # what is seen,
     one_step += A * (K + 4 * K + 4 * 4)  # masks and actions, and four numbers of each agent: reward, alive and so on

@@ -882,6 +882,10 @@ def test_replays_that_no_memory_holds_are_named_with_their_gigabytes(capsys):
     check_replay_size(envs, args)
     with pytest.raises(UsageError, match=r"^--total-timesteps 8 ends before there are --batch-size 9 episodes$"):
         check_replay_size(envs, SimpleNamespace(**vars(args) | {"total_timesteps": 8}))
+    assert not capsys.readouterr().err
+    check_replay_size(envs, SimpleNamespace(**vars(args) | {"total_timesteps": 4499}))
+    line = "--total-timesteps 4,499 may end before the first update: --batch-size 9 episodes of up to 500 steps are"
+    assert capsys.readouterr().err == f"{line} 4,500\n"
     envs.time_limit, args.total_timesteps = None, 10**15  # nobody knows: a warning
     check_replay_size(envs, args)
     assert capsys.readouterr().err.startswith("if episodes were as long as the run, a replay buffer of --buffer-size ")
