@@ -105,6 +105,7 @@ class Policy:
         # It is on the CPU, wherever the run's was: --bf16 auto would ask for the run's GPU, which need not be here.
         self.agent = self.script.Agent(self.envs, dataclasses.replace(self.args, device="cpu"))
         load_states(state, path, agent=self.agent)
+        self.agent.eval()  # dropout and batch norm, which an edited network may have
         self.act = self.script.make_policy(self.agent, greedy)
 
     def __call__(self, obs: np.ndarray, info: dict[str, Any], done: np.ndarray) -> np.ndarray:

@@ -50,6 +50,7 @@ from cleanmarl.folder import EventFile, as_table, copy_file, git_commit, lock_fo
 from cleanmarl.machine import too_large
 
 import numpy as np
+import torch.nn as nn
 from tqdm import tqdm
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
@@ -360,7 +361,11 @@ class Run:
                 raise SystemExit
             return policy(*seen)
 
+        layers = [x for module in self.modules.values() if isinstance(module, nn.Module) for x in module.modules()]
+        layers = [x for x in layers if x.training]
         try:
+            for layer in layers:  # dropout and batch norm, which an edited network may have
+                layer.training = False
             if to_play:
                 with same_random_state():
                     envs = make_envs(self.args, min(num_envs, num_episodes))
@@ -376,6 +381,9 @@ class Run:
         except SystemExit:
             self.save()
             self._stop()
+        finally:
+            for layer in layers:
+                layer.training = True
 
     def _show_evaluation(self, num_played: int) -> None:
         if time.perf_counter() - self.last_line >= LINE_SECONDS:

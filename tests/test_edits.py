@@ -13,12 +13,14 @@ import sys
 from pathlib import Path
 
 import cleanmarl
-from cleanmarl.run import load_checkpoint
+from cleanmarl.evaluate import evaluate
+from cleanmarl.run import EVAL_SEED, load_checkpoint
 
 import numpy as np
 import optional
 import pytest
 import torch
+from toys import scalars
 
 # a hidden layer, its number of units, and its activation
 HIDDEN = (
@@ -255,6 +257,22 @@ def what_the_loss_sees(agent, obs):
     if hasattr(agent, "tbptt"):
         return agent.logits(obs, mask, mask.any(-1))
     return agent.logits(obs, mask)
+
+
+def test_dropout_is_for_training_alone(tmp_path):
+    """Evaluations, `enjoy` and `load` play without it; training goes on with it."""
+    edits = [(r"(layer_init\(nn\.Linear\(64, num_actions\))", r"nn.Dropout(0.5), \1")]
+    edits += [KEEP_RATIOS[0], (r"(\n +)(ratio = log_ratio.*)", r"\1\2\1RATIOS.append(agent.actor[4].training)")]
+    module = copy_of("ppo", edits, tmp_path)
+    args = module.Args(**PPO | {"eval_interval": 1000, "num_envs": 2, "num_steps": 250}, runs_dir=str(tmp_path))
+    folder = module.main(args)
+    assert all(module.RATIOS) and len(scalars(folder)["eval/ep_reward"]) == 2
+    policy = cleanmarl.load(folder, num_envs=2)
+    metrics = evaluate(policy.envs, policy, 2, seed=args.seed + EVAL_SEED)
+    assert scalars(folder)["eval/ep_reward"][-1][1] == pytest.approx(metrics["eval/ep_reward"])
+    obs = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32)
+    one, same = (policy(obs, {}, np.ones(1000, bool)) for _ in range(2))
+    assert (one == same).all() and len(np.unique(one)) == 2
 
 
 SECOND_COPY = {  # the fault of the first version: the actor written a second time, in NumPy
