@@ -246,7 +246,7 @@ def train(job) -> str:
     now = envs.reset()
     for iteration in range(args.total_timesteps // PLAYS):
         progress = min(iteration * PLAYS / args.epsilon_timesteps, 1)
-        agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
+        agent.epsilon.fill_(args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start))
         now = script.collect(agent, envs, now, rollout, args, NoRun())
         batch = script.estimate(agent, rollout, *now, args)
         rewards.append(split(rollout.reward[0])[:, 0].reshape(PLAYS, -1).mean(0))

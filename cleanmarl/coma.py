@@ -114,16 +114,16 @@ class Agent(nn.Module):
         self.target_critic.load_state_dict(self.critic.state_dict())
         self.target_critic.requires_grad_(False)
         self.share_parameters, self.may_die = args.share_parameters, envs.may_die
-        self.num_actions, self.epsilon = K, 0.0  # the share of random actions, which `main` sets
+        self.num_actions = K
+        # the share of random actions, which `main` sets: a tensor, whose value --compile does not take for a constant
+        self.register_buffer("epsilon", torch.zeros(()), persistent=False)
 
     def logits(self, obs: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (R, A, K) of the policies that act, illegal ones far below; obs (R, A, D), action_mask (R, A, K)."""
         logits = self.actor(obs).masked_fill(~action_mask, -1e8)  # detail ippo-3: illegal actions
-        if self.epsilon > 0:  # with their share of random actions
-            uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
-            probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform
-            logits = probs.clamp(min=1e-30).log()
-        return logits
+        uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
+        probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform  # with their share of random actions
+        return probs.clamp(min=1e-30).log()
 
     def others_actions(self, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """For each agent the actions of all living ones but itself: action, alive (R, A) -> (R, A, A K), one-hot."""
@@ -217,7 +217,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
     Values are not needed meanwhile: they follow for the whole rollout in one batch.
     """
     actor, noise = as_numpy(agent.actor), gumbel_noise(*rollout.action_mask.shape)
-    at_random = torch.rand(*rollout.action.shape, 1).numpy() < agent.epsilon
+    at_random = torch.rand(*rollout.action.shape, 1).numpy() < agent.epsilon.item()
     obs, info = start
     for t in range(args.num_steps):
         rollout.obs[t], rollout.state[t] = obs, info["state"]
@@ -361,12 +361,12 @@ def main(args: Args) -> Path:
         now = run.start(envs)
         for iteration in range(run.step // steps_per_update, num_updates):
             progress = min(run.step / args.epsilon_timesteps, 1)
-            agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
+            agent.epsilon.fill_(args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start))
             now = collect(agent, envs, now, rollout, args, run)
             run.step += steps_per_update
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, optimizer, batch, iteration, args)
-            run.log(metrics | {"train/epsilon": agent.epsilon})
+            run.log(metrics | {"train/epsilon": agent.epsilon.item()})
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 

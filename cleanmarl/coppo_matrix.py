@@ -183,7 +183,10 @@ class Agent(nn.Module):
         self.value_stats = PopArt(M, 1) if args.normalize_value else None
         self.mixing = MixingNetwork(A, envs.state_size) if args.mix == "network" else None
         self.share_parameters, self.may_die = args.share_parameters, envs.may_die
-        self.num_actions, self.epsilon = K, 0.0  # the share of random actions, which `main` sets
+        self.num_actions = K
+        self.explores = max(args.epsilon_start, args.epsilon_end) > 0
+        # the share of random actions, which `main` sets: a tensor, whose value --compile does not take for a constant
+        self.register_buffer("epsilon", torch.zeros(()), persistent=False)
 
     def logits(self, obs: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (R, A, K) of the policies that act, illegal ones far below; obs (R, A, D), action_mask (R, A, K)."""
@@ -192,10 +195,11 @@ class Agent(nn.Module):
 
     def explore(self, logits: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (..., K) of policies with these logits and their share of random actions."""
-        if self.epsilon == 0:
+        if not self.explores:
             return logits
         uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
-        probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform
+        epsilon = self.epsilon.to(logits.device)  # what was collected is on the CPU
+        probs = (1 - epsilon) * logits.softmax(-1) + epsilon * uniform
         return probs.clamp(min=1e-30).log()  # detail coppo-7: the mixture is the policy
 
     def others_actions(self, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -296,7 +300,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
     """
     actor, noise = as_numpy(agent.actor), gumbel_noise(*rollout.action_mask.shape)
     logits = np.empty_like(noise)  # (T, N, A, K)
-    at_random = torch.rand(*rollout.action.shape, 1).numpy() < agent.epsilon if agent.epsilon > 0 else None
+    at_random = torch.rand(*rollout.action.shape, 1).numpy() < agent.epsilon.item() if agent.explores else None
     obs, info = start
     for t in range(args.num_steps):
         rollout.obs[t], rollout.state[t] = obs, info["state"]
@@ -509,12 +513,12 @@ def main(args: Args) -> Path:
                 optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
 
             progress = min(run.step / args.epsilon_timesteps, 1)
-            agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
+            agent.epsilon.fill_(args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start))
             now = collect(agent, envs, now, rollout, args, run)
             run.step += steps_per_update
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, actors, optimizer, batch, args)
-            metrics |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/epsilon": agent.epsilon}
+            metrics |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/epsilon": agent.epsilon.item()}
             run.log(metrics)
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)

@@ -21,7 +21,7 @@ def collected(args, epsilon=0.3):
     torch.manual_seed(0)
     envs = coma.make_envs(args, args.num_envs)
     agent = coma.Agent(envs, args)
-    agent.epsilon = epsilon
+    agent.epsilon.fill_(epsilon)
     with torch.no_grad():
         agent.actor[-1].weight *= 100
         for p in agent.critic.parameters():  # another one than the target network
@@ -147,7 +147,7 @@ def test_an_update_is_a_critic_step_for_each_time_step_backwards_then_an_actor_s
     agent, _, _, batch = collected(args)
     twin = coma.Agent(coma.make_envs(args, 1), args)
     twin.load_state_dict(agent.state_dict())
-    twin.epsilon = agent.epsilon
+    twin.epsilon.copy_(agent.epsilon)
     groups = [{"params": network.parameters(), "lr": lr} for network, lr in ((agent.actor, 0.5), (agent.critic, 0.1))]
     coma.update(agent, torch.optim.SGD(groups), batch, 2, args)
 

@@ -6,7 +6,17 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from cleanmarl import impala_atari_envpool, ppo, ppo_atari, ppo_atari_lstm, ppo_procgen, ppo_selfplay
+from cleanmarl import (
+    coma,
+    coma_lstm,
+    coppo_matrix,
+    impala_atari_envpool,
+    ppo,
+    ppo_atari,
+    ppo_atari_lstm,
+    ppo_procgen,
+    ppo_selfplay,
+)
 from cleanmarl.layers import compilable, compile_losses, use_bf16
 from cleanmarl.run import load_checkpoint
 
@@ -77,21 +87,42 @@ def test_random_numbers_are_the_same(compiling):
     assert results[0] == results[1]
 
 
-def test_a_clip_coefficient_that_falls_is_compiled_once(tmp_path, monkeypatch):
-    graphs, compile_ = [], torch.compile
+@pytest.fixture
+def graphs(monkeypatch):
+    """What is compiled within the test, by a backend that only counts."""
+    found, compile_ = [], torch.compile
 
     def backend(graph, _):
-        graphs.append(graph)
+        found.append(graph)
         return graph
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", lambda f, options, **flags: compile_(f, backend=backend, **flags))
+    yield found
+    compile_losses(False, CPU)
+
+
+def test_a_clip_coefficient_that_falls_is_compiled_once(graphs, tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "ppo_loss", compilable(ppo.ppo_loss.__wrapped__))
     sizes = {"num_envs": 8, "num_steps": 16, "num_minibatches": 1, "update_epochs": 1, "eval_episodes": 0}
     sizes |= {"total_timesteps": 12 * 128, "runs_dir": str(tmp_path), "anneal_clip_coef": True}
     folders = [ppo.main(ppo.Args(**sizes, compile=wanted)) for wanted in (True, False)]
-    assert len(graphs) == 1
+    assert len(graphs) == 2  # with the try whether this machine can
     torch.testing.assert_close(*(load_checkpoint(folder)["modules"]["agent"] for folder in folders))
+
+
+@pytest.mark.parametrize("script", [coma, coma_lstm, coppo_matrix])
+def test_a_loss_is_compiled_once_while_exploration_falls(script, graphs, tmp_path, monkeypatch):
+    shares = []
+    for name in ("actor_loss", "critic_loss"):
+        monkeypatch.setattr(script, name, compilable(getattr(script, name).__wrapped__))
+    monkeypatch.setattr(script.Run, "log", lambda run, metrics: shares.append(metrics["train/epsilon"]))
+    sizes = {"num_envs": 2, "num_steps": 4, "total_timesteps": 96, "eval_episodes": 0, "runs_dir": str(tmp_path)}
+    sizes |= {"num_minibatches": 1, "update_epochs": 1} if script is coppo_matrix else {}
+    script.main(script.Args(**sizes, compile=True, epsilon_start=0.5, epsilon_end=0.0, epsilon_timesteps=96))
+    assert (
+        len(shares) == len(set(shares)) == 12 and len(graphs) == 3
+    )  # of actor, critics, and the try whether this machine can
 
 
 def test_without_a_compiler_it_ends_with_one_line(tmp_path):

@@ -15,12 +15,12 @@ from test_coppo import INF, SMALL, equations, moved
 from toys import Quiet, double, make_rollout
 
 
-def collected(args, scale=100.0, epsilon=0.0):
+def collected(args, scale=100.0):
     """Agent, rollout, what followed it, and batch of one rollout with policies far from uniform."""
     torch.manual_seed(0)
     envs = coppo_matrix.make_envs(args, args.num_envs)
     agent = coppo_matrix.Agent(envs, args)
-    agent.epsilon = epsilon
+    agent.epsilon.fill_(args.epsilon_start)
     with torch.no_grad():
         agent.actor[-1].weight *= scale
     rollout = make_rollout(coppo_matrix, args, envs)
@@ -79,8 +79,10 @@ def test_independent_agents_step_in_turn_with_the_newest_ratios(changes):
 @pytest.mark.parametrize("epsilon", [0.0, 0.4])
 @pytest.mark.parametrize("env_id", ["mpe/simple_spread_v3", "toy/team"])
 def test_first_ratio_is_one(env_id, epsilon, advantage, shared, team):
-    args = coppo_matrix.Args(env_id=env_id, **SMALL, share_parameters=shared, advantage=advantage)
-    agent, _, _, batch = collected(args, epsilon=epsilon)
+    args = coppo_matrix.Args(
+        env_id=env_id, **SMALL, share_parameters=shared, advantage=advantage, epsilon_start=epsilon
+    )
+    agent, _, _, batch = collected(args)
     _, stats = coppo_matrix.actor_loss(agent, batch, args)
     assert stats["approx_kl"].abs() < 1e-6 and stats["outer_clipfrac"] == stats["inner_clipfrac"] == 0
     assert stats["ratio_product_var"] < 1e-8 and stats["entropy"] > 0
@@ -89,18 +91,19 @@ def test_first_ratio_is_one(env_id, epsilon, advantage, shared, team):
 # proves coppo-7
 def test_exploration_is_part_of_the_policy():
     """The share of random actions is uniform over the legal ones, and the probabilities are those of the samples."""
-    args = coppo_matrix.Args(env_id="matrix/penalty", num_envs=20_000, num_steps=1, share_parameters=False)
-    agent, rollout, _, batch = collected(args, epsilon=0.5)
+    sizes = {"num_envs": 20_000, "num_steps": 1}
+    args = coppo_matrix.Args(env_id="matrix/penalty", **sizes, share_parameters=False, epsilon_start=0.5)
+    agent, rollout, _, batch = collected(args)
     probs = agent.logits(batch.obs, batch.action_mask).softmax(-1)[0].detach()  # (A, K), the same in every row
     torch.testing.assert_close(probs.sum(-1), torch.ones(4))
     assert probs.min() >= 0.5 / 9
     frequency = np.stack([(rollout.action[0] == k).mean(0) for k in range(9)], -1)
     np.testing.assert_allclose(frequency, probs, atol=0.015)
-    agent.epsilon = 0.0
+    agent.epsilon.fill_(0.0)
     greedy = agent.logits(batch.obs, batch.action_mask).softmax(-1)[0].detach()
     torch.testing.assert_close(probs, 0.5 * greedy + 0.5 / 9)
     masked = torch.arange(9) < 3
-    agent.epsilon = 0.5
+    agent.epsilon.fill_(0.5)
     probs = agent.logits(batch.obs, masked.expand(batch.action_mask.shape)).softmax(-1)
     assert (probs[..., 3:] < 1e-20).all() and (probs[..., :3] >= 0.5 / 3 - 1e-6).all()
 

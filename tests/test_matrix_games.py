@@ -38,7 +38,7 @@ def test_teams_side_by_side_learn_as_each_alone(variant, monkeypatch):
     args = script.Args(env_id="matrix/penalty", **COMMON, **settings)
     seeds, one = [3, 8], make("matrix/penalty", PLAYS)
     teams = make_teams(script, args, seeds)
-    teams.epsilon = 0.3
+    teams.epsilon.fill_(0.3)
     rng = np.random.default_rng(0)
     rollout = make_rollout(script, 8)
     rollout.action[:] = rng.integers(9, size=(1, PLAYS, 8))
@@ -66,7 +66,7 @@ def test_teams_side_by_side_learn_as_each_alone(variant, monkeypatch):
     for s, seed in enumerate(seeds):
         torch.manual_seed(seed)
         alone = script.Agent(one, args)
-        alone.epsilon = 0.3
+        alone.epsilon.fill_(0.3)
         before = [p.clone() for p in alone.parameters()]
         mine = script.Rollout(*(x if x.shape[2:] == (4,) else x[:, :, s::2] for x in rollout))
         learn(alone, mine, one, original)
