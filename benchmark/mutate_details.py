@@ -121,7 +121,7 @@ MUTATIONS = [
     ("ippo-4", "ippo", "(log_prob - batch.log_prob) * batch.alive", "(log_prob - batch.log_prob)"),
     ("ippo-5", "ippo", "args.gamma * final_value * has_value", "0"),
     ("ippo-5", "ippo", " * final_value * has_value", " * final_value"),
-    ("mappo-1", "ippo", "last_layer.weight *= (old_std / self.std)[..., None]", "pass"),
+    ("mappo-1", "ippo", "last_layer.weight *= scale", "pass"),
     ("mappo-1", "ippo", "agent.critic[-1])  #", "__import__('copy').deepcopy(agent.critic[-1]))  #"),
     ("mappo-4", "ippo", 'F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)', HALF_SQUARE),
     ("mappo-5", "ippo", "torch.max(value_error, clipped_error)", "torch.min(value_error, clipped_error)"),

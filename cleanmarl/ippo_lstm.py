@@ -100,13 +100,14 @@ class PopArt(RunningMeanStd):
         return self.var.clamp(min=1e-2).sqrt()  # the floor of the official implementation
 
     @torch.no_grad()
-    def update(self, return_: torch.Tensor, weight: torch.Tensor, last_layer: StackedLinear) -> None:
+    def update(self, return_: torch.Tensor, weight: torch.Tensor, last_layer: StackedLinear | nn.Linear) -> None:
         """Take in return_ (R, A) where weight is 1.0, and adapt the critics' last layer so that every value stays."""
         old_mean, old_std = self.mean.clone(), self.std
         super().update(return_[..., None], weight[..., None])
-        last_layer.weight *= (old_std / self.std)[..., None]  # detail mappo-1: every value stays
-        last_layer.bias *= (old_std / self.std)[..., None]
-        last_layer.bias += ((old_mean - self.mean) / self.std)[..., None]
+        shape = -1, *[1] * (last_layer.bias.ndim - 1)  # (M, 1, 1), or (1,) for the nn.Linear of one critic
+        scale, shift = (old_std / self.std).view(shape), ((old_mean - self.mean) / self.std).view(shape)
+        last_layer.weight *= scale  # detail mappo-1: every value stays
+        last_layer.bias.mul_(scale).add_(shift)
 
 
 class Agent(nn.Module):

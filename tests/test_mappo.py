@@ -11,6 +11,7 @@ from cleanmarl.run import load_checkpoint
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Quiet, double, make_rollout
@@ -159,6 +160,15 @@ def test_popart_preserves_outputs_and_normalises_returns():
     np.testing.assert_allclose(normalized.mean(0), 0, atol=1e-12)
     np.testing.assert_allclose(normalized.std(0, correction=0), 1)
     torch.testing.assert_close(stats.denormalize(normalized)[..., 0], torch.from_numpy(every))
+
+
+# proves mappo-1
+def test_popart_preserves_the_outputs_of_an_ordinary_linear_layer():
+    layer, stats, x = nn.Linear(8, 3), mappo.PopArt(1, 1), torch.randn(50, 8)
+    before = stats.denormalize(layer(x))
+    stats.update(5 + 3 * torch.randn(40, 1), layer)
+    assert stats.std > 2
+    torch.testing.assert_close(stats.denormalize(layer(x)), before, rtol=1e-4, atol=1e-4)
 
 
 # proves mappo-1
