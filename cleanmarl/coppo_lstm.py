@@ -448,8 +448,10 @@ def main(args: Args) -> Path:
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
     actors = Networks(agent.actor, 1 if args.share_parameters else envs.num_agents)
-    of_networks = {*agent.actor.parameters(), *agent.critic.parameters()}
-    others = [p for p in agent.parameters() if p not in of_networks]
+    of_actor, of_critic = set(agent.actor.parameters()), set(agent.critic.parameters())
+    message = "the actor and the critic have a parameter in common: with CoPPO, where one actor steps after another"
+    check(not of_actor & of_critic, f"{message}, they must have none")
+    others = [p for p in agent.parameters() if p not in of_actor | of_critic]
     groups = [
         {"params": [*itertools.chain(*actors), *others], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},

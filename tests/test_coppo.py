@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import sys
 
-from cleanmarl import coppo, enjoy, mappo
+from cleanmarl import coppo, coppo_lstm, coppo_matrix, enjoy, mappo
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import Networks
@@ -321,6 +321,23 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
         launch(coppo.main, coppo.Args)
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and text in error and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("flags", ["--share-parameters", "--no-share-parameters"])
+@pytest.mark.parametrize("script", [coppo, coppo_lstm, coppo_matrix])
+def test_an_actor_and_a_critic_with_a_common_layer_are_refused(script, flags, tmp_path, monkeypatch, capsys):
+    class Agent(script.Agent):
+        def __init__(self, envs, args):
+            super().__init__(envs, args)
+            self.critic[3] = self.actor[3]
+
+    monkeypatch.setattr(script, "Agent", Agent)
+    monkeypatch.setattr(sys, "argv", ["my_coppo.py", flags, "--runs-dir", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit) as exit_:
+        launch(script.main, script.Args)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and "have a parameter in common" in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
