@@ -387,9 +387,11 @@ def main(args: Args) -> Path:
     check(steps_per_update % args.num_minibatches == 0, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps_per_update} steps"
     check(args.total_timesteps >= steps_per_update, message)
-    for name in ("learning_starts", "random_timesteps"):
-        message = f"{flag(name)} {getattr(args, name)} is more than --total-timesteps {args.total_timesteps}"
-        check(getattr(args, name) <= args.total_timesteps, f"{message}: nothing would be learned")
+    played = args.total_timesteps // steps_per_update * steps_per_update  # whole rollouts, of which the last must count
+    message = f"--learning-starts {args.learning_starts} is more than the {played} steps of the run"
+    check(args.learning_starts <= played, f"{message}: nothing would be learned")
+    message = f"--random-timesteps {args.random_timesteps} is more than the {played - steps_per_update} steps before"
+    check(args.random_timesteps <= played - steps_per_update, f"{message} the last rollout: nothing would be learned")
     device = set_up(args)
 
     envs = make_envs(args, args.num_envs)

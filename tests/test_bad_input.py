@@ -479,8 +479,8 @@ BY_HAND = [
     ("ippo_per_agent", "--gamma 0.9 x 0.9", "Error parsing --gamma"),
     ("ippo_per_agent", "--ent-coef -1", "--ent-coef must be at least 0, not -1"),
     ("ippo_per_agent", "--reward-scale 1 0 1", "--reward-scale must be greater than 0, not 0"),
-    ("ippo_per_agent", "--learning-starts 1000001", "is more than --total-timesteps 1000000: nothing would be learned"),
-    ("ippo_per_agent", "--random-timesteps 1000001", "is more than --total-timesteps 1000000: nothing"),
+    ("ippo_per_agent", "--learning-starts 1000001", "is more than the 1000000 steps of the run: nothing would be"),
+    ("ippo_per_agent", "--random-timesteps 999201", "is more than the 999200 steps before the last rollout: nothing"),
     ("maddpg", "--individual-critics maybe", "--individual-critics"),
     ("coppo", "--inner-clip-coef -0.1", "--inner-clip-coef must be in [0, inf], not -0.1"),
     # places

@@ -279,13 +279,17 @@ def test_warm_up_acts_at_random_and_does_not_learn(toy, tmp_path):
     trained = {}
     for name, changes in {
         "warm-up": {"random_timesteps": 204},  # the second rollout begins at random, too
-        "late": {"learning_starts": 401, "total_timesteps": 599},
+        "late": {"learning_starts": 401},
         "in time": {"learning_starts": 400},
         "neither": {},
+        "the last rollout follows the warm-up": {"random_timesteps": 400},
+        "the last rollout is in time": {"learning_starts": 600, "total_timesteps": 799},
     }.items():
-        run_args = ippo_per_agent.Args(env_id=toy, **SMALL | changes, runs_dir=str(tmp_path))
-        trained[name] = len(load_checkpoint(ippo_per_agent.main(run_args))["modules"]["optimizer"]["state"])
-    assert trained == {"warm-up": 0, "late": 0, "in time": 36, "neither": 36}  # tensors that Adam has touched
+        sizes = SMALL | {"total_timesteps": 600, "update_epochs": (1,), "num_minibatches": 1} | changes
+        run_args = ippo_per_agent.Args(env_id=toy, **sizes, runs_dir=str(tmp_path))
+        states = load_checkpoint(ippo_per_agent.main(run_args))["modules"]["optimizer"]["state"].values()
+        (trained[name],) = {int(state["step"]) for state in states}  # Adam's, of each tensor
+    assert list(trained.values()) == [1, 1, 2, 3, 1, 1]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -318,6 +322,8 @@ def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
         ("--gamma 0.9 0.9", "--gamma takes one value or one for each of 3 agents, not 2"),
         ("--share-parameters --clip-coef 0.1 0.2 0.3", "--clip-coef takes one value with --share-parameters, not 3"),
         ("--num-envs 3 --num-steps 5", "15 steps of a rollout are not divisible by --num-minibatches 2"),
+        ("--total-timesteps 2399 --learning-starts 1601", "more than the 1600 steps of the run: nothing"),
+        ("--total-timesteps 2399 --random-timesteps 801", "more than the 800 steps before the last rollout: nothing"),
         ("--target-kl 0.1 -0.5 0.1", "--target-kl must be at least 0"),
         ("--value-clip-coef -0.5", "--value-clip-coef must be at least 0"),
         ("--env-id mpe/simple_spread_v3?continuous_actions=True", "this script needs discrete ones"),
