@@ -4,10 +4,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
-# the defaults of both (ent_coef of ippo_per_agent tuned: see its page), 5 seeds, beside a random policy
-for script in ippo ippo_per_agent; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --env-ids mpe/simple_spread_v3 --num-seeds 5 \
-        --workers "$WORKERS" --runs-dir runs/$script
-done
+# 5 seeds, beside a random policy: the defaults of ippo, and those that ippo_per_agent had (ent_coef tuned: see its page)
+$PYTHON benchmark/run.py --command "python cleanmarl/ippo.py" --env-ids mpe/simple_spread_v3 --num-seeds 5 \
+    --workers "$WORKERS" --runs-dir runs/ippo
+$PYTHON benchmark/run.py --command "python cleanmarl/ippo_per_agent.py" --env-ids mpe/simple_spread_v3 --num-seeds 5 \
+    --workers "$WORKERS" --runs-dir runs/ippo_per_agent -- --gamma 0.99 --no-normalize-value
 $PYTHON benchmark/report.py runs/ippo_per_agent --out docs/results/ippo_per_agent_simple_spread \
-    --note "the defaults" --command benchmark/ippo.sh
+    --note "the defaults but for \`--gamma 0.99 --no-normalize-value\`" --command benchmark/ippo.sh

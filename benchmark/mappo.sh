@@ -12,13 +12,20 @@ run() {  # script, number of seeds, id of the environment, folder of the runs, f
 plot() { $PYTHON benchmark/report.py "runs/mappo_$1" --out "docs/results/mappo_$1" --command benchmark/mappo.sh "${@:2}"; }
 
 # the defaults of each script and one budget; returns are summed over the agents
-for script in ippo ippo_per_agent mappo coppo; do
+for script in ippo mappo coppo; do
     for task in simple_spread_v3 simple_speaker_listener_v4 simple_reference_v3; do
         run $script 5 mpe/$task runs/mappo_$task --total-timesteps 400000
     done
     # episodes of 50 steps whose only reward is at their end: smaller rollouts and a higher discount
     run $script 5 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging --total-timesteps 400000 --num-envs 32 --num-steps 50 --gamma 0.99
 done
+# ippo_per_agent with the discount and the values of skrl, which were its defaults
+skrls=(--total-timesteps 400000 --gamma 0.99 --no-normalize-value)
+for task in simple_spread_v3 simple_speaker_listener_v4 simple_reference_v3; do
+    run ippo_per_agent 5 mpe/$task runs/mappo_$task "${skrls[@]}"
+done
+run ippo_per_agent 5 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging "${skrls[@]}" --num-envs 32 --num-steps 50
+run ippo_per_agent 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 "${skrls[@]}" --no-share-parameters
 # until the curves are flat
 for script in ippo mappo coppo; do
     run $script 3 mpe/simple_spread_v3 runs/mappo_spread_long --total-timesteps 5000000
@@ -46,7 +53,7 @@ for script in mappo coppo; do
     run $script 3 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
 done
 # predators and prey have nothing in common to share; the curve is that of a predator
-for script in ippo_per_agent mappo coppo; do
+for script in mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
 done
 # the authors take ReLU for all of these tasks but simple_spread
@@ -81,15 +88,15 @@ plot warehouse --note "64 environments, rollouts of 50 steps, discount 0.99"
 plot foraging_15x15 \
     --note "MAPPO with 32 environments, rollouts of 50 steps and a discount of 0.99; values with this discount and normalised rewards, QMIX with VDN's learning rate and target"
 plot simple_spread_v3 \
-    --note "the defaults of each script"
+    --note "the defaults of each script; \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`"
 plot simple_speaker_listener_v4 \
-    --note "the defaults of each script"
+    --note "the defaults of each script; \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`"
 plot simple_reference_v3 \
-    --note "the defaults of each script"
+    --note "the defaults of each script; \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`"
 plot simple_tag_v3 --tag rollout/ep_reward_agent_0 \
-    --note "networks of their own for all agents (\`--no-share-parameters\`); the curve is a predator, the table the sum of all agents"
+    --note "networks of their own for all agents (\`--no-share-parameters\`); \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`; the curve is a predator, the table the sum of all agents"
 plot foraging \
-    --note "32 environments, rollouts of 50 steps, discount 0.99"
+    --note "32 environments, rollouts of 50 steps, discount 0.99; \`ippo_per_agent\` with \`--no-normalize-value\`"
 
 # recurrent; coppo_lstm with rollouts of the others' size, its default of 8 x 400 steps is for StarCraft
 recurrent() {  # number of seeds, id of the environment, folder of the runs, flags
