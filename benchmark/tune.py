@@ -314,10 +314,9 @@ def main(args: Args, flags: list[str]) -> int:
         return 128 + signals[0]
     if not search.study.get_trials(states=[TrialState.COMPLETE]):
         return 1
-    best = search.study.best_trial
-    print(
-        f"best: {best.value:.4g} in trial {best.number}: {args.command} {shlex.join([*flags, *to_flags(best.params)])}"
-    )
+    best, env_id = search.study.best_trial, args.env_ids[0] if len(args.env_ids) == 1 else "ENV_ID"
+    line = shlex.join(["--env-id", env_id, *flags, *to_flags(best.params)])
+    print(f"best: {best.value:.4g}, trial {best.number} of trials.csv: {args.command} {line}")
     return 0
 
 

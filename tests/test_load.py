@@ -107,6 +107,9 @@ def test_onnx_acts_the_same(train, tmp_path, monkeypatch):
     exec(BLOCKS[0].replace("RUN_DIR", str(train("mappo"))) + BLOCKS[2], there)
     policy, obs, info = there["policy"], there["obs"], there["info"]
     np.testing.assert_array_equal(there["action"], policy(obs, info, np.ones(4, bool)))
+    for number in (1, 3):  # of environments
+        [logits] = there["session"].run(None, {"obs": obs[:number]})
+        np.testing.assert_allclose(logits, there["logits"][:number], atol=1e-6)
 
 
 def test_a_recurrent_actor_can_be_traced_with_its_memory(train):

@@ -103,7 +103,8 @@ def test_study_of_a_real_script(tmp_path):
     result = subprocess.run(list(map(str, argv)), cwd=BENCHMARK.parent, capture_output=True, text=True, timeout=550)
     assert result.returncode == 0, result.stderr
     assert "1 of 2: complete" in result.stdout and "--learning-rate 0.0007 --norm-adv" in result.stdout  # the defaults
-    assert result.stdout.splitlines()[-1].startswith("best: ")
+    best = result.stdout.splitlines()[-1]
+    assert best.startswith("best: ") and "mappo.py --env-id matrix/penalty --total-timesteps 1000" in best
     table = (tmp_path / "trials.csv").read_text().splitlines()
     assert len(table) == 3 and table[1].startswith("0,COMPLETE,")
     study = optuna.load_study(study_name="tune", storage=f"sqlite:///{tmp_path / 'study.db'}")
