@@ -83,7 +83,9 @@ class EventFile:
 
     def __init__(self, folder: Path, purge_step: int | None):
         wait_for_next_second(folder)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        # "-": not the name that a SummaryWriter(folder) of this process and second takes, and read before it: a resumed
+        # run's file begins by dropping what was read before
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}-cleanmarl"
         self.file = (folder / name).open("xb")
         self._add(file_version="brain.Event:2")
         if purge_step is not None:
@@ -112,7 +114,7 @@ class EventFile:
 def wait_for_next_second(folder: Path) -> None:
     """Wait until a new event file is read after those of the folder: they are read in the order of their names.
 
-    A name begins with the second in which the file was made; what follows, pid and number, need not grow.
+    A name begins with the second in which the file was made; what follows, host and pid, need not grow.
     """
     made = max((int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")), default=0)
     check(made < time.time() + 60, f"{folder} has events of the future: one of two clocks is wrong")

@@ -34,7 +34,9 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from optional import need
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
+from torch.utils.tensorboard import SummaryWriter
 from toys import gone, scalars, wait_for
 
 SCRIPTS = {"ppo": ppo, "ippo": ippo}
@@ -388,7 +390,30 @@ def test_what_is_written_last_is_read_last(tmp_path, monkeypatch):
         with small_run(tmp_path, total_timesteps=step, resume=folder) as run:
             folder, run.step = run.folder, step
             run.log({"train/policy_loss": step})
+        if step == 10:
+            (path,) = folder.glob("events*")
+            path.rename(folder / path.name.replace("-cleanmarl", ".0"))  # as earlier versions named it
     assert scalars(folder)["train/policy_loss"] == [(10, 10), (20, 20), (30, 30)]
+
+
+def test_a_summary_writer_of_the_same_second_has_a_file_of_its_own(tmp_path, monkeypatch):
+    SummaryWriter(tmp_path / "warm").close()  # the first one takes its time
+    folder = None
+    for step in (10, 20):
+        monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))  # as in a new process
+        while time.time() % 1 > 0.3:
+            time.sleep(0.01)
+        with small_run(tmp_path, total_timesteps=step, resume=folder) as run, SummaryWriter(run.folder) as writer:
+            folder, run.step = run.folder, step
+            writer.add_histogram("own/weights", np.arange(step), step)
+            writer.add_scalar("own/mean", step, step)
+            run.log({"train/policy_loss": step})
+    names = [path.name.split(".")[3] for path in folder.glob("events*")]
+    assert len(names) == 4 and len(set(names)) == 2  # two of each second
+    points = scalars(folder)
+    assert points["train/policy_loss"] == points["own/mean"] == [(10, 10), (20, 20)]
+    histograms = EventAccumulator(str(folder), size_guidance={"histograms": 0}).Reload().Histograms("own/weights")
+    assert [(event.step, event.histogram_value.num) for event in histograms] == [(10, 10), (20, 20)]
 
 
 def test_resume_remembers_the_raised_total(tmp_path, monkeypatch):
@@ -791,8 +816,6 @@ def test_frames_of_environment_0():
 
 def test_the_arguments_are_a_text_of_tensorboard(tmp_path):
     """Of a run that was resumed, those of each part."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     flags = {"num_envs": 2, "num_steps": 64, "eval_episodes": 0}
     folder = ppo.main(ppo.Args(total_timesteps=256, gamma=0.97, runs_dir=str(tmp_path), **flags))
     ppo.main(ppo.Args(total_timesteps=512, gamma=0.97, resume=folder, **flags))
