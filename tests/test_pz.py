@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 import cleanmarl
@@ -17,6 +18,8 @@ from cleanmarl.envs import EnvError, env_seeds, make
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium import spaces
+from pettingzoo import ParallelEnv
 
 PROC = Path("/proc")
 LINUX = pytest.mark.skipif(not PROC.exists(), reason="reads /proc")
@@ -716,6 +719,76 @@ def test_wishes_that_cannot_be_met(env_id, options, text):
     with pytest.raises(EnvError) as caught:
         make(env_id, 2, **options)
     assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+class Scouts(ParallelEnv):
+    """Two agents of five numbers each; `mistakes` change what reset() and step() return."""
+
+    def __init__(self, mistakes):
+        self.possible_agents = ["scout", "medic"]
+        self.mistakes = {"reset": [], "step": []} | mistakes
+
+    def observation_space(self, agent):
+        return spaces.Box(-1, 1, (5,), np.float32)
+
+    def action_space(self, agent):
+        return spaces.Discrete(2)
+
+    def returned(self, method, *values):
+        returned = [dict.fromkeys(self.possible_agents, value) for value in values]
+        for i, agent, value in self.mistakes[method]:
+            if value is None:
+                del returned[i][agent]
+            else:
+                returned[i][agent] = value
+        return returned
+
+    def reset(self, seed=None, options=None):
+        self.agents = [*self.possible_agents]
+        return self.returned("reset", np.ones(5), {})
+
+    def step(self, actions):
+        return self.returned("step", np.ones(5), 1.0, False, False, {})
+
+
+def mistake_of(mistakes: dict, num_workers: int) -> str:
+    """The line of the EnvError by the second step."""
+    with (
+        pytest.raises(EnvError) as caught,
+        closing(make(Scouts, 2, num_workers=num_workers, mistakes=mistakes)) as envs,
+    ):
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step(np.zeros((2, 2), np.int64))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "mistakes, text",
+    [
+        ({"reset": [(0, "scout", None), (0, "scout_0", np.ones(5))]}, "reset() returns observations of 'scout_0'"),
+        ({"reset": [(1, "scout_0", {})]}, "reset() returns infos of 'scout_0'"),
+        ({"step": [(0, "scout_0", np.ones(5))]}, "step() returns observations of 'scout_0'"),
+        ({"step": [(1, "scout", None), (1, "scout_0", 1.0)]}, "step() returns rewards of 'scout_0'"),
+        ({"step": [(2, "__all__", False)]}, "step() returns terminations of '__all__'"),
+        ({"step": [(3, 0, False)]}, "step() returns truncations of 0"),
+    ],
+)
+def test_agents_by_another_name_are_an_error(mistakes, text, num_workers):
+    line = f"Scouts: {text}; possible_agents are ['scout', 'medic']"
+    assert mistake_of(mistakes, num_workers) == line
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_who_plays_sees_something_at_first(num_workers):
+    line = "Scouts: reset() returns no observation of 'medic', which is one of its agents"
+    assert mistake_of({"reset": [(0, "medic", None)]}, num_workers) == line
+    silent = {"reset": [(1, "medic", None)], "step": [(i, "medic", None) for i in range(5)]}  # as of a dead agent
+    with closing(make(Scouts, 2, num_workers=num_workers, mistakes=silent)) as envs:
+        envs.reset(seed=1)
+        obs, reward, *_ = envs.step(np.zeros((2, 2), np.int64))
+    assert obs.sum(-1).tolist() == [[5, 0]] * 2 and reward.tolist() == [[1, 0]] * 2
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ import os
 import pickle
 import pkgutil
 import re
+import reprlib
 import warnings
 from collections.abc import Callable
 
@@ -109,7 +110,7 @@ def make(
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
     try:
         env = build(name, shown)
-        layout = Layout(env)
+        layout = Layout(env_id, env)
     except EnvError:
         raise
     except Exception as error:
@@ -186,8 +187,10 @@ def build(name: str | Callable, options: dict):
 class Layout:
     """Agents, spaces and sizes of an environment, and the arrays that N of them share; letters as in cleanmarl.envs."""
 
-    def __init__(self, env):
+    def __init__(self, env_id, env):
+        self.env_id = env_id
         self.agents = tuple(env.possible_agents)  # a copy: some environments change theirs while they run
+        self.names = frozenset(self.agents)
         self.observations = [env.observation_space(agent) for agent in self.agents]
         self.masked = [isinstance(s, spaces.Dict) and {*s} == {"observation", "action_mask"} for s in self.observations]
         self.observations = [s["observation"] if masked else s for s, masked in zip(self.observations, self.masked)]
@@ -214,13 +217,27 @@ class Layout:
             low[self.real_actions] = np.concatenate([space.low.ravel() for space in self.actions])
             high[self.real_actions] = np.concatenate([space.high.ravel() for space in self.actions])
             self.bounds = spaces.Box(low, high, dtype=np.float32)
-        env.reset(seed=0)
+        self.check_reset(env, *env.reset(seed=0))
         try:
             state, self.has_state = np.asarray(env.state()), True
         except (NotImplementedError, AttributeError, TypeError):  # no state(), or something else of that name
             state, self.has_state = self.joint(np.zeros_like(self.observation_space.low)), False
         is_kept = self.has_pictures and state.dtype == np.uint8 and state.ndim == 3
         self.state_space = pictures(*state.shape) if is_kept else spaces.Box(-np.inf, np.inf, (state.size,), np.float32)
+
+    def check_agents(self, method: str, **returned: dict) -> None:
+        """EnvError where an agent has another name than in possible_agents: nobody would look there."""
+        for what, of_agents in returned.items():
+            if not of_agents.keys() <= self.names:
+                wrong, agents = next(iter(of_agents.keys() - self.names)), reprlib.repr([*self.agents])
+                raise EnvError(f"{self.env_id}: {method}() returns {what} of {wrong!r}; possible_agents are {agents}")
+
+    def check_reset(self, env, obs: dict, info: dict) -> None:
+        """The same for what reset() returns; those who play see something."""
+        self.check_agents("reset", observations=obs, infos=info)
+        if not obs.keys() >= {*env.agents}:
+            unseen = next(agent for agent in env.agents if agent not in obs)
+            raise EnvError(f"{self.env_id}: reset() returns no observation of {unseen!r}, which is one of its agents")
 
     def joint(self, obs: np.ndarray) -> np.ndarray:
         """The state of environments that have none, from obs (A, D) or pictures (A, H, W, C)."""
@@ -253,8 +270,8 @@ def open_block(memory: int, pickled: bytes, options: dict, num_envs: int, first:
     """What a worker works on: environments first to last - 1 of N, of the name or the class that is pickled."""
     name = pickle.loads(pickled)
     envs = [build(name, options) for _ in range(first, last)]
-    layout = Layout(envs[0])
-    return Block(name, envs, layout, share(layout.fields(num_envs), memory), first)
+    layout = Layout(f"pz/{name}" if isinstance(name, str) else called(name), envs[0])
+    return Block(envs, layout, share(layout.fields(num_envs), memory), first)
 
 
 class Block:
@@ -274,8 +291,7 @@ class Block:
     truncation: np.ndarray
     battle_won: np.ndarray
 
-    def __init__(self, name: str | Callable, envs: list, layout: Layout, arrays: dict[str, np.ndarray], first: int):
-        self.env_id = f"pz/{name}" if isinstance(name, str) else called(name)
+    def __init__(self, envs: list, layout: Layout, arrays: dict[str, np.ndarray], first: int):
         self.envs, self.layout, self.first = envs, layout, first
         for key, array in arrays.items():
             setattr(self, key, array[first : first + len(envs)])
@@ -293,7 +309,7 @@ class Block:
             try:
                 self.step_env(i, env)
             except Exception as error:
-                error.add_note(f"in environment {self.first + i} of {self.env_id}")
+                error.add_note(f"in environment {self.first + i} of {self.layout.env_id}")
                 raise
 
     def render(self):
@@ -306,6 +322,7 @@ class Block:
     def begin(self, i: int, seed: int | None = None) -> None:
         """Start the next episode of environment i."""
         obs, info = self.envs[i].reset(seed=int(self.rngs[i].integers(2**31)) if seed is None else seed)
+        self.layout.check_reset(self.envs[i], obs, info)
         self.ended[i] = False
         self.agent_mask[i] = [agent in self.envs[i].agents for agent in self.layout.agents]
         self.write(i, self.obs, self.state, self.action_mask, obs, info)
@@ -314,6 +331,8 @@ class Block:
         agents, alive = self.layout.agents, self.agent_mask[i].copy()
         actions = {agents[a]: self.env_action(i, a) for a in np.flatnonzero(alive).tolist()}
         obs, reward, termination, truncation, info = env.step(actions)
+        ends = {"terminations": termination, "truncations": truncation}
+        self.layout.check_agents("step", observations=obs, rewards=reward, **ends, infos=info)
         self.reward[i] = [reward.get(agent, 0) * was for agent, was in zip(agents, alive)]
         terminated = np.array([bool(termination.get(agent)) for agent in agents])
         truncated = np.array([bool(truncation.get(agent)) for agent in agents])
@@ -393,7 +412,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         if num_workers == 0:
             envs = [env, *(build(name, options) for _ in range(num_envs - 1))]
             self.arrays = share(layout.fields(num_envs))
-            self.block = Block(name, envs, layout, self.arrays, 0)
+            self.block = Block(envs, layout, self.arrays, 0)
             return
         env.close()
         try:

@@ -32,7 +32,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from cleanmarl.envs import WorkerError
+from cleanmarl.envs import EnvError, WorkerError
 from cleanmarl.machine import is_stopped
 
 import numpy as np
@@ -94,7 +94,10 @@ class Worker:
             self.connection.send((command, arguments))
 
     def receive(self):
-        """What the command that was sent returned. WorkerError if it raised, or if the process died or is stopped."""
+        """What the command that was sent returned. WorkerError if it raised, or if the process died or is stopped.
+
+        An EnvError that it raised is raised as it is.
+        """
         start = time.monotonic()
         while not self.poller.poll(1000 * SILENCE):
             look_after(self.label, self.process.pid, time.monotonic() - start)
@@ -104,6 +107,8 @@ class Worker:
             status = self.process.wait(5)
             how = f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.strsignal(-status)}"
             raise WorkerError(f"{self.label} died ({how})") from None
+        if isinstance(error, EnvError):
+            raise error
         if error:
             raise WorkerError(f"{self.label} failed:\n{error}")
         return reply
@@ -143,7 +148,7 @@ def stop(workers: list[Worker]) -> None:
 
 
 def serve(descriptor: int, memory: int) -> None:
-    """The life of a worker: answer each (command, arguments) with (traceback or None, result)."""
+    """The life of a worker: answer each (command, arguments) with (EnvError or traceback or None, result)."""
     connection = Connection(descriptor)
     with suppress(EOFError, OSError):  # the main process closed its end or died, even by SIGKILL
         while True:
@@ -155,6 +160,6 @@ def serve(descriptor: int, memory: int) -> None:
                     block = getattr(importlib.import_module(module), name)(memory, *arguments[1:])
                 else:
                     reply = getattr(block, command)(*arguments)
-            except Exception:
-                error = traceback.format_exc()
+            except Exception as raised:
+                error = raised if isinstance(raised, EnvError) else traceback.format_exc()
             connection.send((error, reply))
