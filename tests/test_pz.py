@@ -721,15 +721,18 @@ def test_wishes_that_cannot_be_met(env_id, options, text):
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
-class Scouts(ParallelEnv):
-    """Two agents of five numbers each; `mistakes` change what reset() and step() return."""
+FIVE = spaces.Box(-1, 1, (5,), np.float32)
 
-    def __init__(self, mistakes):
-        self.possible_agents = ["scout", "medic"]
+
+class Scouts(ParallelEnv):
+    """Two agents that see ones; `mistakes` change what reset() and step() return."""
+
+    def __init__(self, mistakes, space=FIVE):
+        self.possible_agents, self.space = ["scout", "medic"], space
         self.mistakes = {"reset": [], "step": []} | mistakes
 
     def observation_space(self, agent):
-        return spaces.Box(-1, 1, (5,), np.float32)
+        return self.space
 
     def action_space(self, agent):
         return spaces.Discrete(2)
@@ -745,20 +748,21 @@ class Scouts(ParallelEnv):
 
     def reset(self, seed=None, options=None):
         self.agents = [*self.possible_agents]
-        return self.returned("reset", np.ones(5), {})
+        return self.returned("reset", np.ones(self.space.shape), {})
 
     def step(self, actions):
-        return self.returned("step", np.ones(5), 1.0, False, False, {})
+        return self.returned("step", np.ones(self.space.shape), 1.0, False, False, {})
 
 
-def mistake_of(mistakes: dict, num_workers: int) -> str:
-    """The line of the EnvError by the second step."""
-    with (
-        pytest.raises(EnvError) as caught,
-        closing(make(Scouts, 2, num_workers=num_workers, mistakes=mistakes)) as envs,
-    ):
-        envs.reset(seed=1)
-        for _ in range(2):
+def mistake_of(mistakes: dict, num_workers: int, **options) -> str:
+    """The line of the EnvError: of reset() when environments are made, of step() when they are played."""
+    options |= {"num_workers": num_workers, "mistakes": mistakes}
+    if "reset" in mistakes:
+        with pytest.raises(EnvError) as caught:
+            make(Scouts, 2, **options)
+    else:
+        with closing(make(Scouts, 2, **options)) as envs, pytest.raises(EnvError) as caught:
+            envs.reset(seed=1)
             envs.step(np.zeros((2, 2), np.int64))
     return str(caught.value)
 
@@ -778,6 +782,23 @@ def mistake_of(mistakes: dict, num_workers: int) -> str:
 def test_agents_by_another_name_are_an_error(mistakes, text, num_workers):
     line = f"Scouts: {text}; possible_agents are ['scout', 'medic']"
     assert mistake_of(mistakes, num_workers) == line
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize("value", [0.5, np.ones(1), np.ones(6), np.ones((5, 2))])
+def test_an_observation_of_another_size_is_an_error(value, method, num_workers):
+    """One number was broadcast."""
+    line = f"Scouts: the observation of agent medic is of size {np.size(value)}, its space of 5"
+    assert mistake_of({method: [(0, "medic", value)]}, num_workers) == line
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 3), (18,), (1, 3, 3)])
+def test_a_picture_of_another_shape_is_an_error(shape):
+    """Of the same number of pixels, or one that would be broadcast."""
+    mistakes, space = {"step": [(0, "medic", np.ones(shape, np.uint8))]}, spaces.Box(0, 255, (2, 3, 3), np.uint8)
+    line = f"Scouts: the observation of agent medic is of size {shape}, its space of (2, 3, 3)"
+    assert mistake_of(mistakes, 0, pictures=True, space=space) == line
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -217,7 +217,11 @@ class Layout:
             low[self.real_actions] = np.concatenate([space.low.ravel() for space in self.actions])
             high[self.real_actions] = np.concatenate([space.high.ravel() for space in self.actions])
             self.bounds = spaces.Box(low, high, dtype=np.float32)
-        self.check_reset(env, *env.reset(seed=0))
+        obs, info = env.reset(seed=0)
+        self.check_reset(env, obs, info)
+        for a, agent in enumerate(self.agents):
+            if agent in obs:
+                self.seen(a, obs[agent])
         try:
             state, self.has_state = np.asarray(env.state()), True
         except (NotImplementedError, AttributeError, TypeError):  # no state(), or something else of that name
@@ -238,6 +242,19 @@ class Layout:
         if not obs.keys() >= {*env.agents}:
             unseen = next(agent for agent in env.agents if agent not in obs)
             raise EnvError(f"{self.env_id}: reset() returns no observation of {unseen!r}, which is one of its agents")
+
+    def seen(self, a: int, value) -> np.ndarray:
+        """An observation of agent a as it is kept: flat (D,), or a picture. EnvError if it is of another size."""
+        space, size = self.observations[a], self.obs_sizes[a]
+        value = value["observation"] if self.masked[a] else value
+        if not isinstance(space, spaces.Box):
+            value = spaces.flatten(space, value)
+        value = np.asarray(value) if self.has_pictures else np.ravel(value)
+        has, declared = (value.shape, space.shape) if self.has_pictures else (value.size, size)
+        if has != declared:
+            agent = self.agents[a]
+            raise EnvError(f"{self.env_id}: the observation of agent {agent} is of size {has}, its space of {declared}")
+        return value
 
     def joint(self, obs: np.ndarray) -> np.ndarray:
         """The state of environments that have none, from obs (A, D) or pictures (A, H, W, C)."""
@@ -367,13 +384,12 @@ class Block:
                 continue
             value, mask = obs[agent], info.get(agent, {}).get("action_mask")
             if lay.masked[a]:
-                value, mask = value["observation"], value["action_mask"]
-            if not isinstance(lay.observations[a], spaces.Box):
-                value = spaces.flatten(lay.observations[a], value)
+                mask = value["action_mask"]
+            value = lay.seen(a, value)
             if lay.has_pictures:
                 obs_rows[i, a] = value
             else:
-                obs_rows[i, a, : lay.obs_sizes[a]] = np.ravel(value)
+                obs_rows[i, a, : lay.obs_sizes[a]] = value
             if mask is not None:
                 mask_rows[i, a, : lay.action_sizes[a]] = mask
                 mask_rows[i, a, 0] |= not mask_rows[i, a].any()
