@@ -7,7 +7,9 @@ import sys
 import threading
 from pathlib import Path
 
+from cleanmarl import ippo, ppo
 from cleanmarl.envs import EnvError, make, make_gymnasium
+from cleanmarl.run import load_checkpoint
 
 import numpy as np
 import pytest
@@ -120,6 +122,24 @@ def test_classes_and_functions_from_python(folder, monkeypatch, num_workers):
     np.testing.assert_array_equal(envs.reset(seed=1)[0], named.reset(seed=1)[0])
     with pytest.raises(EnvError, match="Meeting has discrete actions and this script needs continuous ones"):
         make(Meeting, 1, discrete=False, num_workers=0)
+
+
+def test_a_run_goes_on_with_new_episodes(folder, monkeypatch):
+    """As docs/continue.md says: nobody asks an environment of the user's for a snapshot."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("meeting.py", "corridor.py"):
+        monkeypatch.delitem(sys.modules, name[:-3], raising=False)
+        asked = "\n    def snapshot(self):\n        raise RuntimeError\n"
+        (folder / name).write_text(FILES[name] + asked)
+    flags = {"total_timesteps": 64, "num_envs": 2, "num_steps": 32, "eval_episodes": 0, "runs_dir": str(folder)}
+    for script, env_id in ((ppo, "corridor:Corridor"), (ippo, "pz/meeting:Meeting?num_workers=0")):
+        run = script.main(script.Args(env_id=env_id, **flags))
+        assert load_checkpoint(run)["playing"] is None
+    page = (ROOT / "docs" / "continue.md").read_text()
+    assert re.search(
+        r"^\| your own by `my_module:MyEnv` or `pz/my_module:MyEnv`, .* \| new episodes \|$", page, re.MULTILINE
+    )
 
 
 def test_what_no_worker_can_have():
