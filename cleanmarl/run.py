@@ -304,9 +304,9 @@ class Run:
         if self.bad_returns is not False:
             where = np.argwhere(self.bad_returns)[0]
             raise self._non_finite(f"the return in environment {where[0]} is not finite")
-        for key, value in metrics.items():
-            if key.endswith("_loss") and not math.isfinite(value):
-                raise self._non_finite(f"{key} is {value}")
+        bad = {key: value for key, value in metrics.items() if not math.isfinite(value)}
+        if any(key.endswith("_loss") for key in bad):  # all of them: one bad minibatch spoils the other losses, too
+            raise self._non_finite(", ".join(f"{key} is {value}" for key, value in bad.items()))
         total = self.args.total_timesteps
         is_last = self.step + (self.step - self.last_step) > total  # another update of this size would not fit
         self.last_step = self.step

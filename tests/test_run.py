@@ -614,6 +614,17 @@ def test_only_losses_must_be_finite(value, tmp_path):
         run.log({"train/value_loss": value})
 
 
+def test_every_value_that_is_not_finite_is_named(tmp_path):
+    """Of one bad minibatch, whose loss made the weights NaN, and the means of all losses over those that followed."""
+    losses = {"train/policy_loss": math.nan, "train/value_loss": 1.0, "train/own_loss": math.inf, "train/own": math.nan}
+    message = (
+        "^train/policy_loss is nan, train/own_loss is inf, train/own is nan at step 10; there is no checkpoint yet"
+    )
+    with pytest.raises(NonFiniteError, match=message), small_run(tmp_path) as run:
+        run.step = 10
+        run.log(losses)
+
+
 # ------------------------------------------------------------------------------------------------------------- trackers
 
 
