@@ -304,3 +304,12 @@ def test_what_is_left_out_of_the_optimizer_would_be_noticed(tmp_path):
     start = module.Agent(module.make_envs(args, args.num_envs), args).state_dict()
     trained = load_checkpoint(module.main(args))["modules"]["agent"]
     assert torch.equal(trained["predictor.weight"], start["predictor.weight"])
+
+
+def test_one_output_for_all_actions_shows_in_the_curves(tmp_path):
+    """As docs/failures.md says."""
+    module = copy_of("ippo", [(r"hidden, K\), std", "hidden, 1), std")], tmp_path)
+    points = scalars(module.main(module.Args(**MANY, runs_dir=str(tmp_path))))
+    assert [value for _, value in points["train/entropy"]] == pytest.approx([np.log(5)] * len(points["train/entropy"]))
+    for name in ("approx_kl", "clipfrac", "actor_gradients"):
+        assert max(abs(value) for _, value in points[f"train/{name}"]) < 1e-5
