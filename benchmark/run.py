@@ -122,6 +122,15 @@ class Trial:
             return "finished"
         return "interrupted" if folder is not None and (folder / "checkpoint.pt").exists() else "new"
 
+    def other_version(self) -> str:
+        """`diff A B` of the run folder's copy of the script and the script as it is now, if they differ; else ""."""
+        with suppress(OSError, ValueError, KeyError):  # no such copy, or no script that is there now
+            meta = json.loads((self.folder() / "args.json").read_text())
+            copy, script = self.folder() / f"{meta['script']}.py", Path(meta["path"])
+            if copy.read_bytes() != script.read_bytes():
+                return shlex.join(["diff", str(copy), str(script)])
+        return ""
+
     def progress(self) -> float:
         """The share of the trial that is done, by the last line of progress in its log."""
         shares = re.findall(r"^step .*?(\d+)%", self.output(), re.MULTILINE)
@@ -312,7 +321,10 @@ def run_all(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
         for index, trial in trials.items():
             if trial.state() == "finished":
                 progress.outcomes[trial.key], progress.skipped = "finished", progress.skipped + 1
-                print(f"{trial}: finished before, skipped: {trial.folder()}", flush=True)
+                if diff := trial.other_version():
+                    print(f"{trial}: finished before by another version of the script ({diff}); skipped", flush=True)
+                else:
+                    print(f"{trial}: finished before, skipped: {trial.folder()}", flush=True)
             else:
                 pending[submit(index, trial)] = trial
         while pending:

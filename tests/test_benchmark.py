@@ -40,7 +40,9 @@ folder = Path(arg["--resume"]) if "--resume" in arg else (
 print(f"run folder: {folder}" + (" (resumed at step 1,000)" if "--resume" in arg else ""), flush=True)
 folder.mkdir(parents=True, exist_ok=True)
 if "--resume" not in arg:
-    meta = {"script": "toy", "args": arg, "threads": os.environ["OMP_NUM_THREADS"]}
+    (folder / "toy.py").write_text(Path(__file__).read_text())
+    meta = {"script": "toy", "path": str(Path(__file__).resolve()), "args": arg}
+    meta["threads"] = os.environ["OMP_NUM_THREADS"]
     (folder / "args.json").write_text(json.dumps(meta))
 args = json.loads((folder / "args.json").read_text())["args"]
 
@@ -104,6 +106,20 @@ def test_runner_runs_every_trial_once(toy):
     assert again.returncode == 0 and again.stdout.count("skipped") == 4 and len(folders(toy)) == 4
     other_flags = run_cli(toy, "--lr", "0.2")
     assert other_flags.returncode == 0 and "skipped" not in other_flags.stdout and len(folders(toy)) == 6
+
+
+def test_runner_says_which_trials_another_version_of_the_script_finished(toy):
+    run_cli(toy, num_seeds=1)
+    (first,), script = folders(toy), toy / "toy.py"
+    script.write_text(SCRIPT + "# another learning rate\n")
+    again = run_cli(toy, num_seeds=2)
+    diff = f"diff {first.relative_to(toy)}/toy.py {script}"
+    line = f"a/b seed 1: finished before by another version of the script ({diff}); skipped\n"
+    assert again.returncode == 0 and line in again.stdout and len(folders(toy)) == 2
+    third = run_cli(toy, num_seeds=2)
+    assert third.stdout.count("by another version") == 1 and "a/b seed 2: finished before, skipped" in third.stdout
+    script.unlink()  # what is not there cannot be compared
+    assert run_cli(toy, num_seeds=2).stdout.count("finished before, skipped") == 2
 
 
 def test_runner_tries_a_trial_that_fails_twice_and_later_repeats_only_that_one(toy):
