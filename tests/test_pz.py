@@ -772,16 +772,30 @@ def mistake_of(mistakes: dict, num_workers: int, **options) -> str:
     "mistakes, text",
     [
         ({"reset": [(0, "scout", None), (0, "scout_0", np.ones(5))]}, "reset() returns observations of 'scout_0'"),
-        ({"reset": [(1, "scout_0", {})]}, "reset() returns infos of 'scout_0'"),
-        ({"step": [(0, "scout_0", np.ones(5))]}, "step() returns observations of 'scout_0'"),
+        ({"step": [(0, "scout", None), (0, "scout_0", np.ones(5))]}, "step() returns observations of 'scout_0'"),
         ({"step": [(1, "scout", None), (1, "scout_0", 1.0)]}, "step() returns rewards of 'scout_0'"),
-        ({"step": [(2, "__all__", False)]}, "step() returns terminations of '__all__'"),
-        ({"step": [(3, 0, False)]}, "step() returns truncations of 0"),
+        ({"step": [(2, "scout", None), (2, "__all__", False)]}, "step() returns terminations of '__all__'"),
+        ({"step": [(3, "medic", None), (3, 0, False)]}, "step() returns truncations of 0"),
     ],
 )
 def test_agents_by_another_name_are_an_error(mistakes, text, num_workers):
     line = f"Scouts: {text}; possible_agents are ['scout', 'medic']"
     assert mistake_of(mistakes, num_workers) == line
+
+
+def test_more_than_the_agents_is_no_error():
+    """PettingZoo allows it, and RLlib's environments have it."""
+    more = {"reset": [(0, "common", np.ones(9)), (1, "common", {})]}
+    more["step"] = [
+        *more["reset"][:1],
+        (1, "__all__", 0.0),
+        (2, "__all__", False),
+        (3, "__all__", False),
+        (4, "common", {}),
+    ]
+    with closing(make(Scouts, 2, num_workers=0, mistakes=more)) as envs:
+        envs.reset(seed=1)
+        assert envs.step(np.zeros((2, 2), np.int64))[0].shape == (2, 2, 5)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -35,7 +35,7 @@ import pkgutil
 import re
 import reprlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from cleanmarl.envs import (
     EnvError,
@@ -217,8 +217,8 @@ class Layout:
             low[self.real_actions] = np.concatenate([space.low.ravel() for space in self.actions])
             high[self.real_actions] = np.concatenate([space.high.ravel() for space in self.actions])
             self.bounds = spaces.Box(low, high, dtype=np.float32)
-        obs, info = env.reset(seed=0)
-        self.check_reset(env, obs, info)
+        obs, _ = env.reset(seed=0)
+        self.check_reset(env, obs)
         for a, agent in enumerate(self.agents):
             if agent in obs:
                 self.seen(a, obs[agent])
@@ -229,16 +229,16 @@ class Layout:
         is_kept = self.has_pictures and state.dtype == np.uint8 and state.ndim == 3
         self.state_space = pictures(*state.shape) if is_kept else spaces.Box(-np.inf, np.inf, (state.size,), np.float32)
 
-    def check_agents(self, method: str, **returned: dict) -> None:
-        """EnvError where an agent has another name than in possible_agents: nobody would look there."""
+    def check_agents(self, method: str, needed: Collection[str], **returned: dict) -> None:
+        """EnvError where an agent is missing and a stranger is there: nobody would look under another name."""
         for what, of_agents in returned.items():
-            if not of_agents.keys() <= self.names:
-                wrong, agents = next(iter(of_agents.keys() - self.names)), reprlib.repr([*self.agents])
+            if not of_agents.keys() >= {*needed} and (strangers := of_agents.keys() - self.names):
+                wrong, agents = next(iter(strangers)), reprlib.repr([*self.agents])
                 raise EnvError(f"{self.env_id}: {method}() returns {what} of {wrong!r}; possible_agents are {agents}")
 
-    def check_reset(self, env, obs: dict, info: dict) -> None:
+    def check_reset(self, env, obs: dict) -> None:
         """The same for what reset() returns; those who play see something."""
-        self.check_agents("reset", observations=obs, infos=info)
+        self.check_agents("reset", env.agents, observations=obs)
         if not obs.keys() >= {*env.agents}:
             unseen = next(agent for agent in env.agents if agent not in obs)
             raise EnvError(f"{self.env_id}: reset() returns no observation of {unseen!r}, which is one of its agents")
@@ -339,7 +339,7 @@ class Block:
     def begin(self, i: int, seed: int | None = None) -> None:
         """Start the next episode of environment i."""
         obs, info = self.envs[i].reset(seed=int(self.rngs[i].integers(2**31)) if seed is None else seed)
-        self.layout.check_reset(self.envs[i], obs, info)
+        self.layout.check_reset(self.envs[i], obs)
         self.ended[i] = False
         self.agent_mask[i] = [agent in self.envs[i].agents for agent in self.layout.agents]
         self.write(i, self.obs, self.state, self.action_mask, obs, info)
@@ -349,7 +349,8 @@ class Block:
         actions = {agents[a]: self.env_action(i, a) for a in np.flatnonzero(alive).tolist()}
         obs, reward, termination, truncation, info = env.step(actions)
         ends = {"terminations": termination, "truncations": truncation}
-        self.layout.check_agents("step", observations=obs, rewards=reward, **ends, infos=info)
+        self.layout.check_agents("step", actions, rewards=reward, **ends)
+        self.layout.check_agents("step", env.agents, observations=obs)
         self.reward[i] = [reward.get(agent, 0) * was for agent, was in zip(agents, alive)]
         terminated = np.array([bool(termination.get(agent)) for agent in agents])
         truncated = np.array([bool(truncation.get(agent)) for agent in agents])
