@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from cleanmarl import enjoy
 from cleanmarl.cli import parse
@@ -20,8 +21,10 @@ from cleanmarl.envs import make
 
 import numpy as np
 import pytest
+import torch
 import tyro
 from optional import need
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -45,6 +48,7 @@ PYTHON_ELSEWHERE = {  # the beginning of a block of Python, and the test that ha
     "def mappo_loss": "test_docs.py: lines of the script",
     "now = collect(": "test_docs.py: lines of the script",
     "class SmallPong": "test_pz.py and test_change.py",
+    "SummaryWriter(run.folder)": "test_a_histogram_of_ones_own, below",
     "# overcooked.py": "test_overcooked, below",
     "# vmas_task.py": "none: VMAS is in no group, because it would bring another torch",
     "gym_microrts": "none: needs Java and a package for an old gym, which are not installed here",
@@ -216,6 +220,13 @@ def test_blocks_of_python():
                 exec(text, {})
                 run += 1
     assert run >= 1
+
+
+def test_a_histogram_of_ones_own(tmp_path):
+    (code,) = (text for text in blocks("docs/howto.md", "python") if "SummaryWriter(run.folder)" in text)
+    exec(code, {"run": SimpleNamespace(folder=tmp_path, step=3), "agent": torch.nn.Linear(2, 2)})
+    (event,) = EventAccumulator(str(tmp_path)).Reload().Histograms("own/weights")
+    assert event.step == 3 and event.histogram_value.num == 4
 
 
 def test_overcooked(tmp_path, monkeypatch):
