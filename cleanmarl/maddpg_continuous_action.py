@@ -21,7 +21,6 @@ from typing import Annotated, Literal, NamedTuple
 
 from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
-from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import AgentIds, StackedLinear, as_numpy, clip_grads_
 from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 
@@ -374,7 +373,7 @@ def main(args: Args) -> Path:
                     soft_update(target_critic, critic, args.polyak)
             if run.num_episodes // args.eval_steps > num_episodes // args.eval_steps:
                 seed = args.seed + EVAL_SEED + run.num_episodes
-                run.write(evaluate(eval_envs, make_policy(agent), args.num_eval_ep, seed))
+                run.write(run.play(eval_envs, make_policy(agent), args.num_eval_ep, seed))
             is_due = run.num_episodes // args.log_every > num_episodes // args.log_every
             run.log(metrics, is_due or run.step >= args.total_timesteps)
             if run.evaluation_due:

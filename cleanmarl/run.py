@@ -361,16 +361,12 @@ class Run:
                 raise SystemExit
             return policy(*seen)
 
-        layers = [x for module in self.modules.values() if isinstance(module, nn.Module) for x in module.modules()]
-        layers = [x for x in layers if x.training]
         try:
-            for layer in layers:  # dropout and batch norm, which an edited network may have
-                layer.training = False
             if to_play:
                 with same_random_state():
                     envs = make_envs(self.args, min(num_envs, num_episodes))
                     seed = self.args.seed + EVAL_SEED
-                    metrics = evaluate(envs, stoppable, num_episodes, seed, report=self._show_evaluation)
+                    metrics = self.play(envs, stoppable, num_episodes, seed, report=self._show_evaluation)
                     envs.close()
                 self._log_evaluation(metrics)
                 if self.is_best or self.last_checkpoint == self.step:
@@ -381,6 +377,15 @@ class Run:
         except SystemExit:
             self.save()
             self._stop()
+
+    def play(self, envs, policy: Callable, num_episodes: int, seed: int, **seen: Any) -> dict[str, float]:
+        """`evaluate`, with dropout and batch norm, which an edited network may have, as they are when it is used."""
+        layers = [x for module in self.modules.values() if isinstance(module, nn.Module) for x in module.modules()]
+        layers = [x for x in layers if x.training]
+        try:
+            for layer in layers:
+                layer.training = False
+            return evaluate(envs, policy, num_episodes, seed, **seen)
         finally:
             for layer in layers:
                 layer.training = True
@@ -404,7 +409,7 @@ class Run:
         self.last_film, path = self.step, self.folder / "videos" / f"step-{self.step}.mp4"
         try:
             with closing(make_envs(self.args, 1, render_mode="rgb_array")) as envs:
-                evaluate(envs, policy, 1, seed=self.args.seed + EVAL_SEED, frames=frames)
+                self.play(envs, policy, 1, self.args.seed + EVAL_SEED, frames=frames)
             save_video(frames, path, pictures_per_second(envs))
         except (EnvError, WorkerError, FilmError) as error:  # what cannot be filmed should not cost the run
             self._print(f"no video: {' '.join(str(error).split())}")

@@ -50,6 +50,7 @@ EDITS = {"activation": ACTIVATION, "layers": LAYERS, "heads": HEADS}
 PPO = {"total_timesteps": 2000, "num_envs": 4, "num_steps": 250, "eval_episodes": 2}
 MANY = {"total_timesteps": 800, "num_envs": 4, "num_steps": 100, "eval_episodes": 2}
 IMPALA = {"total_timesteps": 2000, "num_envs": 10, "unroll_length": 100, "num_actors": 0, "eval_episodes": 2}
+EPISODES = {"total_timesteps": 200, "eval_episodes": 0}
 PENDULUM = {"env_id": "Pendulum-v1"}
 PIXELS = {"total_timesteps": 128, "num_envs": 2, "num_steps": 32, "num_minibatches": 2, "eval_episodes": 0}
 PIXELS_IMPALA = {"total_timesteps": 128, "num_envs": 2, "unroll_length": 32, "num_actors": 0, "eval_episodes": 0}
@@ -273,6 +274,17 @@ def test_dropout_is_for_training_alone(tmp_path):
     obs = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32)
     one, same = (policy(obs, {}, np.ones(1000, bool)) for _ in range(2))
     assert (one == same).all() and len(np.unique(one)) == 2
+
+
+@pytest.mark.parametrize("script", ["idqn", "maddpg_lstm", "masac_continuous_action"])
+def test_dropout_is_for_training_alone_between_episodes(script, tmp_path):
+    """The evaluations of --eval-steps play without it, too, and exploration with it."""
+    edits = [(r"\n\n\n@dataclass\n", r"\n\nPLAYS = []\n\n\n@dataclass\n")]
+    edits += [(r"(\n    def policy\(.*:\n)", r"\1        PLAYS.append(agent.training)\n")]
+    edits += [(r"(\n +)(run\.write\(run\.play.*)", r"\1\2\1PLAYS.append('afterwards' if agent.training else 'off')")]
+    module = copy_of(script, edits, tmp_path)
+    module.main(module.Args(**EPISODES, eval_steps=2, num_eval_ep=1, runs_dir=str(tmp_path)))
+    assert set(module.PLAYS) == {False, "afterwards"}
 
 
 SECOND_COPY = {  # the fault of the first version: the actor written a second time, in NumPy
