@@ -289,11 +289,12 @@ def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
 
     A max_norm of infinity only measures.
 
-    Returns the norm before, the mean of those of a stack, by the name of the child ("" for the agent's own parameters).
+    Returns the norm before, the mean of those of a stack, by the name of the child ("" for the agent's own parameters);
+    0 if it is frozen, and nothing of one that has no gradients this time.
     What the networks of a stack share (an ordinary layer among stacked ones) is clipped like one more network.
     """
     norms = {}
-    for name, modules in [*((name, child.modules()) for name, child in agent.named_children()), ("", [agent])]:
+    for name, modules in [*((name, [*child.modules()]) for name, child in agent.named_children()), ("", [agent])]:
         of_stacks: dict[nn.Parameter, torch.Tensor] = {}  # a parameter's gradient, once if modules share it
         of_all: dict[nn.Parameter, torch.Tensor] = {}
         for module in modules:
@@ -316,6 +317,8 @@ def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
             groups.append(norm)
         if groups:
             norms[name] = torch.cat(groups).mean()
+        elif not any(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
+            norms[name] = torch.zeros(())
     return norms
 
 

@@ -329,8 +329,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
         if args.target_kl is not None and stats["approx_kl"] > args.target_kl:
             break
     metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
-    # an advantage is what the value did not explain of the return
-    metrics["train/explained_variance"] = (1 - batch.advantage.var() / batch.return_.var()).nan_to_num(0, neginf=0)
+    unexplained = (batch.return_ - batch.value).var()
+    metrics["train/explained_variance"] = (1 - unexplained / batch.return_.var()).nan_to_num(0, neginf=0)
     return metrics
 
 

@@ -91,6 +91,11 @@ class Run:
             wandb = _login()
         if args.capture_video:
             import_optional("moviepy", "--capture-video")
+        for name, module in modules.items():  # or the first checkpoint would be the end
+            bad = not_finite(module.state_dict(), name) if isinstance(module, nn.Module) else None
+            check(
+                bad is None, f"{bad} is not finite; persistent=False keeps a buffer, as of a mask, out of checkpoints"
+            )
         with ExitStack() as on_error:  # what could not begin leaves no new folder and no lock
             if args.resume is None:
                 self._make_folder(on_error)

@@ -242,6 +242,26 @@ def test_a_frozen_layer_stays_as_it_is_and_the_others_learn(script, tmp_path, mo
     assert list(moved.values()) == [False] + [True] * (len(moved) - 1)
 
 
+@pytest.mark.parametrize("script", ["ippo", "ippo_continuous_action", "mappo_lstm"])
+def test_a_critic_learns_beside_a_frozen_actor(script, tmp_path, monkeypatch):
+    module = copy_of(script, [], tmp_path)
+
+    class NoActor(module.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.actor.requires_grad_(False)
+
+    monkeypatch.setattr(module, "Agent", NoActor)
+    args = module.Args(**MANY | {"eval_episodes": 0, "runs_dir": str(tmp_path)})
+    module.set_up(args)
+    start = NoActor(module.make_envs(args, 1), args)  # as the run makes it
+    folder = module.main(args)
+    trained = load_checkpoint(folder)["modules"]["agent"]
+    still = {name for name, p in start.named_parameters() if (trained[name] == p).all()}
+    assert still == {f"actor.{name}" for name, _ in start.actor.named_parameters()}
+    assert {value for _, value in scalars(folder)["train/actor_gradients"]} == {0}
+
+
 def what_the_loss_sees(agent, obs):
     """Logits or actions (N, T, A, K) of observations (N, T, A, D), episodes of T steps, as the loss has them."""
     mask = torch.ones(*obs.shape[:3], 5, dtype=torch.bool)

@@ -111,6 +111,7 @@ def test_each_network_is_clipped_by_its_own_norm(max_norm):
             self.actor = nn.Sequential(StackedLinear(A, D, H), nn.LayerNorm(H), StackedLinear(A, H, 1))
             self.critic = nn.Sequential(StackedLinear(1, D, H), nn.Tanh(), StackedLinear(1, H, 1))
             self.unused = nn.Linear(2, 2)  # has no gradient
+            self.frozen = nn.Linear(2, 2).requires_grad_(False)
             self.log_std = nn.Parameter(torch.zeros(K))
 
     torch.manual_seed(0)
@@ -132,7 +133,7 @@ def test_each_network_is_clipped_by_its_own_norm(max_norm):
     torch.testing.assert_close(norms["actor"], torch.stack(expected[: A + 1]).mean())
     torch.testing.assert_close(norms["critic"], expected[A + 1])
     torch.testing.assert_close(norms[""], expected[A + 2])
-    assert "unused" not in norms
+    assert "unused" not in norms and norms["frozen"] == 0
 
 
 def test_lstms_learn_in_torch_as_when_training():

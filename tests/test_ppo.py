@@ -359,8 +359,10 @@ def test_explained_variance(collected):
 
     expected = 1 - (batch.return_ - batch.value).var() / batch.return_.var()
     torch.testing.assert_close(explained(batch), expected, atol=1e-4, rtol=0)
+    other = torch.randn(256)  # as in a copy, whose advantage may be anything
+    torch.testing.assert_close(explained(batch._replace(advantage=other)), expected, atol=1e-4, rtol=0)
     same = torch.ones(256)  # there is nothing to explain
-    assert explained(batch._replace(return_=same)) == explained(batch._replace(return_=same, advantage=0 * same)) == 0
+    assert explained(batch._replace(return_=same)) == explained(batch._replace(return_=same, value=same)) == 0
 
 
 # proves core-3

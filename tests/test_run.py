@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cleanmarl import ippo, ppo
 from cleanmarl import run as run_module
-from cleanmarl.cli import RunArgs, launch
+from cleanmarl.cli import RunArgs, UsageError, launch
 from cleanmarl.envs import make
 from cleanmarl.evaluate import evaluate
 from cleanmarl.folder import new_folder
@@ -230,8 +230,24 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path):
     saved = load_checkpoint(run.folder)
     assert saved["step"] == 100 and saved["modules"]["agent"]["weight"].isfinite().all()
     assert not (run.folder / "done.json").exists()
-    with pytest.raises(NonFiniteError, match="there is no checkpoint yet"), small_run(tmp_path, {"agent": network}):
-        pass  # the one at the end of a run
+    network = torch.nn.Linear(2, 1)
+    with (
+        pytest.raises(NonFiniteError, match="there is no checkpoint yet"),
+        small_run(tmp_path, {"agent": network}) as run,
+    ):  # the one at the end of a run
+        network.weight.data[0, 1] = math.nan
+
+
+def test_a_network_that_could_never_be_saved_does_not_begin(tmp_path):
+    network = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    network[0].register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+    with pytest.raises(UsageError, match=r"agent\.0\.mask is not finite; persistent=False keeps a buffer"):
+        small_run(tmp_path, {"agent": network})
+    assert not list(tmp_path.iterdir())
+    network[0].register_buffer("mask", network[0].mask, persistent=False)
+    with small_run(tmp_path, {"agent": network}) as run:
+        pass
+    assert list(load_checkpoint(run.folder)["modules"]["agent"]) == ["0.weight", "0.bias"]
 
 
 def test_battles_that_were_won_are_counted(tmp_path):
