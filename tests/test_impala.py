@@ -1,5 +1,6 @@
 """impala.py against independent definitions of V-trace and loss; its processes: versions, faults, copies of it."""
 
+import importlib
 import multiprocessing
 import os
 import re
@@ -244,6 +245,20 @@ def test_unrolls_go_on_where_the_last_one_stopped():
         env.reset()
         env.state = first["obs"][n, t].astype(np.float64)
         np.testing.assert_allclose(env.step(int(first["action"][n, t]))[0], first["obs"][n, t + 1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, env_id",
+    [("impala", "CartPole-v1"), ("impala_continuous_action", "Pendulum-v1"), ("impala_replay", "CartPole-v1")],
+)
+def test_actors_and_resumed_runs_play_episodes_of_their_own(name, env_id):
+    """Those of another index, of a run that goes on from another step, and of another seed begin and draw otherwise."""
+    script, seen = importlib.import_module(f"cleanmarl.{name}"), []
+    for seed, index, step in ((1, 0, 0), (1, 1, 0), (1, 0, 64), (2, 0, 0), (1, 0, 0)):
+        player = script.Player(script.Args(env_id=env_id, num_envs=2, seed=seed), index, step)
+        seen.append((player.obs.tobytes(), player.rng.random()))
+    starts, draws = (set(x[:-1]) for x in zip(*seen))
+    assert seen[0] == seen[-1] and len(starts) == len(draws) == 4
 
 
 def test_time_limits_are_truncations_with_their_last_observation():

@@ -130,6 +130,19 @@ def test_the_log_probs_are_those_of_the_version_that_acted(cluster):
     assert len(nodes) == 2 and max(versions) > 20
 
 
+def test_actors_of_all_learners_have_other_indices_and_so_has_one_that_replaces_another(cluster):
+    """Those of the second of two learners are odd; with an index of its own an actor has seeds of its own."""
+    args = impala_ray.Args(**SMALL | {"num_actors": 2, "address": cluster.address})
+    ray = processes.connect(args.address, args.num_actors)
+    envs = impala_ray.make_envs(args, 1)
+    agent, dtype = impala_ray.Agent(envs, args), impala_ray.unroll_dtype(envs, args)
+    with processes.RayActors(ray, impala_ray.Player, args, agent, dtype, 0, rank=1, world=2) as actors:
+        wait_for(lambda: {int(actors.take(0)["actor"]) for _ in range(4)} == {1, 3})
+        ray.kill(next(iter(actors.heard)))
+        wait_for(lambda: {int(actors.take(0)["actor"]) for _ in range(4)} == {3, 5})
+        assert actors.num_deaths == 1
+
+
 def test_the_other_learners_leave_it_to_the_first_one_when_to_stop():
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {signum: signal.getsignal(signum) for signum in signals}
