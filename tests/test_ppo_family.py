@@ -4,6 +4,8 @@ import copy
 import importlib
 import math
 
+from cleanmarl.run import load_checkpoint
+
 import numpy as np
 import pytest
 import torch
@@ -113,3 +115,15 @@ def test_the_loss_is_its_definition(name, monkeypatch, tmp_path):
     np.testing.assert_allclose([stats[name] for name in names], expected, rtol=2e-3, atol=2e-3)
     assert loss.item() == pytest.approx(policy_loss - 0.1 * stats["entropy"].item() + 0.3 * value_loss, abs=2e-3)
     assert 0.1 < stats["entropy"] < math.inf
+
+
+@pytest.mark.parametrize("name", ["ppo_atari_lstm", "ppo_selfplay"])
+def test_epochs_stop_at_the_target_kl(name, tmp_path):
+    """Where `update` is no copy: of three epochs with two minibatches each, only the first is left of two updates."""
+    need(*PPO.get(name, ["envpool"]))
+    script = importlib.import_module(f"cleanmarl.{name}")
+    sizes = {"num_envs": 4, "num_steps": 15, "num_minibatches": 2, "update_epochs": 3, "total_timesteps": 120}
+    sizes |= {"eval_episodes": 0, "learning_rate": 1e-2} | ({"match_games": 1} if name == "ppo_selfplay" else {})
+    for target_kl, steps in ((1e-6, 4), (1e6, 12), (None, 12)):
+        folder = script.main(script.Args(**sizes, target_kl=target_kl, runs_dir=str(tmp_path)))
+        assert load_checkpoint(folder)["modules"]["optimizer"]["state"][0]["step"] == steps
