@@ -35,6 +35,7 @@ README = {
     "ppo_continuous_action_walker2d": ("ppo_continuous_action", ""),
     "ppo_continuous_action_halfcheetah": ("ppo_continuous_action", ""),
     "impala_atari_envpool_pong": ("impala_atari_envpool", "--ent-coef 0.001"),
+    "ppo_atari_envpool_breakout": ("ppo_atari_envpool", ""),
     "impala_atari_envpool_breakout": ("impala_atari_envpool", "--batch-size 8 --bf16 on"),
     "mappo_spread_long": ("mappo coppo ippo", ""),
     "vdn_spread_long": ("vdn qmix", ""),
@@ -240,7 +241,7 @@ def finish_games(figure, out: Path, title: str) -> None:
 
 
 def readme_results(results: Path) -> str:
-    """README.md's table: the last evaluation, or in battles the share won in the last tenth of training."""
+    """README.md's table: the last evaluation; Atari's last games of training, battles won in its last tenth."""
     known = yardsticks().assign(battles=lambda x: x.metric == "battle_won")
     known, rows = known[known.battles | (known.metric == "ep_reward")], []
     for name, (scripts, settings) in README.items():
@@ -249,7 +250,8 @@ def readme_results(results: Path) -> str:
         for script in scripts.split():
             runs = data[data.script == script]
             task, is_battle = runs.env_id.iloc[0], figure["tag"] == "rollout/battle_won"
-            final = last_tenth(runs) if is_battle else runs[runs.metric == FINAL[1]]
+            last = runs[runs.metric == FINAL["atari" not in name]]  # published scores of Atari are those of training
+            final = last_tenth(runs) if is_battle else last
             mean, low, high = summary(final)[["mean", "low", "high"]].iloc[0]
             seeds = runs.seeds.max() if "seeds" in runs else runs.seed.nunique()
             result = number(mean) + ("" if seeds == 1 else f" [{number(low, mean)}, {number(high, mean)}]")
