@@ -26,6 +26,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optional import need
 from toys import gone, scalars, wait_for
 
 SMALL = {"num_actors": 0, "total_timesteps": 128, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
@@ -247,12 +248,14 @@ def test_unrolls_go_on_where_the_last_one_stopped():
         np.testing.assert_allclose(env.step(int(first["action"][n, t]))[0], first["obs"][n, t + 1], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, env_id",
-    [("impala", "CartPole-v1"), ("impala_continuous_action", "Pendulum-v1"), ("impala_replay", "CartPole-v1")],
-)
+PLAYED = dict.fromkeys(("impala", "impala_replay"), "CartPole-v1")
+PLAYED |= {"impala_continuous_action": "Pendulum-v1", "impala_atari_envpool": "Breakout-v5"}
+
+
+@pytest.mark.parametrize("name, env_id", PLAYED.items())
 def test_actors_and_resumed_runs_play_episodes_of_their_own(name, env_id):
     """Those of another index, of a run that goes on from another step, and of another seed begin and draw otherwise."""
+    need(*["envpool"] * ("envpool" in name))
     script, seen = importlib.import_module(f"cleanmarl.{name}"), []
     for seed, index, step in ((1, 0, 0), (1, 1, 0), (1, 0, 64), (2, 0, 0), (1, 0, 0)):
         player = script.Player(script.Args(env_id=env_id, num_envs=2, seed=seed), index, step)
