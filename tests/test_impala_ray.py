@@ -255,6 +255,7 @@ def test_a_stopped_actor_is_reported_and_goes_on(cluster, tmp_path, monkeypatch,
 
 def test_deterministic_runs_repeat(cluster, tmp_path):
     flags = SMALL | {"deterministic": True, "address": cluster.address, "runs_dir": str(tmp_path)}
+    flags |= {"eval_interval": 256, "eval_episodes": 1}
     one, same = (learned(impala_ray.main(impala_ray.Args(**flags))) for _ in range(2))
     for points in (one, same):
         for tag in ("time/SPS", "time/learner_wait"):
@@ -262,6 +263,11 @@ def test_deterministic_runs_repeat(cluster, tmp_path):
     assert one == same and len(one["train/policy_loss"]) == 10
     # two actors with two calls each: an unroll is asked for when the fourth one before it is taken
     assert [lag for _, lag in one["train/policy_lag"]] == [0, 1, 2, 3] + [4] * 6
+    rates = [impala_ray.Args.learning_rate * (1 - i / 10) for i in range(10)]
+    assert [rate for _, rate in one["train/learning_rate"]] == pytest.approx(rates)
+    assert [step for step, _ in one["eval/ep_reward"]] == [256, 512, 640]
+    constant = learned(impala_ray.main(impala_ray.Args(**flags | {"anneal_lr": False})))
+    assert [rate for _, rate in constant["train/learning_rate"]] == pytest.approx([impala_ray.Args.learning_rate] * 10)
 
 
 def test_an_environment_that_raises_ends_the_run_and_deaths_in_a_row_too(cluster, tmp_path, monkeypatch):
