@@ -1,14 +1,24 @@
-"""Run a script of CleanRL, as it is, with the present Gymnasium: run_cleanrl.py SCRIPT.py [FLAG ...]
+"""Run a script of CleanRL, as it is, with the present Gymnasium: run_cleanrl.py SCRIPT.py [FLAG ...] [--runs-dir DIR]
 
 It was written for Gymnasium 0.29, whose vector environments reset in the step that ends an episode, and list what each
 episode was in `final_info`. Without that it would log no returns, and train on a dummy row after each end. Its
 TransformObservation did not ask for the space of what it makes.
+
+With --runs-dir the run is left there as one of ours, which benchmark/run.py can start and benchmark/report.py reads: a
+point of its curve is the mean return of the episodes that ended in POINT steps. DIR comes last.
 """
 
+import json
+import os
 import runpy
+import shutil
 import sys
+from pathlib import Path
 
 import gymnasium as gym
+from torch.utils.tensorboard import SummaryWriter
+
+POINT = 512  # steps of a rollout: what a point of ours is of
 
 
 class SyncVectorEnv(gym.vector.SyncVectorEnv):
@@ -34,8 +44,44 @@ class TransformObservation(gym.wrappers.TransformObservation):
         super().__init__(env, func, env.observation_space)
 
 
+def as_our_run(folder: Path, args: dict[str, str]) -> None:
+    """Write the returns of CleanRL's event file below `folder` as those of a run of ours, with the times they had."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [file] = folder.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: keep every point
+    events.Reload()
+    rollouts: dict[int, list] = {}  # the step at the end of a rollout -> the episodes that ended in it
+    for event in events.Scalars("charts/episodic_return"):
+        rollouts.setdefault(-(-event.step // POINT) * POINT, []).append(event)
+    num_episodes = 0
+    with SummaryWriter(str(folder)) as writer:
+        for step, ended in rollouts.items():
+            num_episodes += len(ended)
+            mean = sum(event.value for event in ended) / len(ended)
+            writer.add_scalar("rollout/ep_reward", mean, step, walltime=ended[-1].wall_time)
+            writer.add_scalar("rollout/num_episodes", num_episodes, step, walltime=ended[-1].wall_time)
+    about = {"env_id": args["env-id"], "seed": int(args["seed"]), "total_timesteps": int(args["total-timesteps"])}
+    script = f"CleanRL's {Path(sys.argv[0]).stem}"
+    (folder / "args.json").write_text(json.dumps({"script": script, "command": sys.argv, "args": about}))
+    (folder / "done.json").write_text("{}")
+
+
 if __name__ == "__main__":
     gym.wrappers.TransformObservation = TransformObservation
     gym.vector.SyncVectorEnv = SyncVectorEnv
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if "--runs-dir" not in sys.argv:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        *sys.argv, _, runs_dir = sys.argv
+        args = {name.removeprefix("--"): value for name, value in zip(sys.argv[1::2], sys.argv[2::2])}
+        script, folder = Path(sys.argv[0]).resolve(), Path(runs_dir, f"{args['env-id']}__cleanrl__{args['seed']}")
+        shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
+        folder.mkdir(parents=True)
+        print(f"run folder: {folder.absolute()}", flush=True)
+        back = Path.cwd()
+        os.chdir(folder)  # where it writes runs/
+        runpy.run_path(str(script), run_name="__main__")
+        os.chdir(back)
+        as_our_run(folder, args)
