@@ -18,6 +18,7 @@ from optional import need, needs
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 import hand_written  # noqa: E402
+import report  # noqa: E402
 import speed  # noqa: E402
 
 sys.path.remove(str(BENCHMARK))  # its run.py must not stand in for another module of that name
@@ -369,6 +370,33 @@ def test_cleanrl_runs_with_the_resets_that_it_was_written_for(tmp_path):
     argv, episodes = eval((tmp_path / "work" / "written").read_text())
     assert argv == [str(script), "--total-timesteps", "100", "--seed", "7", "--x"]
     assert episodes == [(2, 3.0, 3), (2, 3.0, 3), (5, 3.0, 3), (5, 3.0, 3)]
+
+
+LOGS_AS_CLEANRL = """
+import sys
+from torch.utils.tensorboard import SummaryWriter
+writer = SummaryWriter("runs/toy")
+for step, value in ((100, 1.0), (512, 3.0), (513, 7.0), (1700, 9.0)):
+    writer.add_scalar("charts/episodic_return", value, step, walltime=1000 + step)
+writer.close()
+"""
+
+
+def test_a_run_of_cleanrl_becomes_a_run_folder(tmp_path):
+    """run.py starts and skips it, report.py reads it: the mean return of each 512 steps, with the times it had."""
+    (script := tmp_path / "toy.py").write_text(LOGS_AS_CLEANRL)
+    command = f"python {BENCHMARK / 'peers' / 'run_cleanrl.py'} {script}"
+    grid = ["--command", command, "--env-ids", "CartPole-v1", "--num-seeds", "2", "--runs-dir", tmp_path / "runs"]
+    for finished in ("seed 2: finished after", "2 of 2 trials finished"):  # the second time there is nothing to do
+        argv = [sys.executable, BENCHMARK / "run.py", *grid, "--", "--total-timesteps", "2000"]
+        result = subprocess.run([*map(str, argv)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert result.returncode == 0 and finished in result.stdout, result.stdout + result.stderr
+    data = report.read_runs([tmp_path / "runs"], [report.RETURN, report.NUM_EPISODES])
+    assert set(data.script) == {"CleanRL's toy"} and set(data.settings) == {""} and set(data.seed) == {1, 2}
+    returns = data[(data.metric == report.RETURN) & (data.seed == 1)]
+    assert returns[["step", "value"]].to_numpy().tolist() == [[512, 2.0], [1024, 7.0], [2048, 9.0]]
+    assert np.diff(returns.wall_seconds).tolist() == [1, 1187]
+    assert report.last_return(data[data.seed == 1], 2) == 8.0
 
 
 AS_CLEANMARL = """
