@@ -4,7 +4,7 @@ Takes the packages of the wanted groups whose markers fit this machine, installs
 without resolving, then torch, then this project in editable form. A second call with nothing new returns at once.
 TORCH_INDEX names the package index that torch comes from, VENV another folder than .venv (see `make help`).
 
-`python3 bootstrap.py export` writes the same pins, with torch, into requirements.txt, for pip and uv.
+`python3 bootstrap.py requirements` writes the same pins, with torch, into requirements.txt, for pip and uv.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def locked(groups: set[str]) -> list[tuple[str, str, list[str | None], list[str]
 def requirements() -> str:
     """What every script needs, and torch, as a requirements file with hashes."""
     lines = [
-        "# Made from poetry.lock by `python3 bootstrap.py export`; pip or uv install it, then `pip install --no-deps .`"
+        "# Made from poetry.lock by `python3 bootstrap.py requirements`; pip or uv install it, then `pip install --no-deps .`"
     ]
     for name, version, marks, hashes in locked({"main", "torch"}):
         marker = "" if None in marks else " ; " + " or ".join(f"({mark})" for mark in dict.fromkeys(marks))
@@ -78,7 +78,7 @@ def install(groups: set[str]) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["export"]:
+    if sys.argv[1:] == ["requirements"]:
         (ROOT / "requirements.txt").write_text(requirements())
         return
     groups = {"main", "torch", *sys.argv[1:]}

@@ -4,7 +4,7 @@
 from one agent to another, and an optimizer steps each by itself: every agent learns exactly as if it were trained alone
 on the same data. Learning rates may follow the KL divergence, agents may stop early, act at random or learn late.
 
-Paper: de Witt et al. 2020 (arXiv:2011.09533); settings of skrl's IPPO, but for the discount and normalised values.
+Paper: de Witt et al. 2020 (arXiv:2011.09533); the settings that skrl's IPPO has, with defaults of our own.
 Parent: ippo.py, but for these, observations that may be normalised, and losses: squared errors of values, advantages
 normalised by minibatch.
 """

@@ -1,4 +1,4 @@
-"""requirements.txt is what poetry.lock pins: `python3 bootstrap.py export` writes it."""
+"""requirements.txt is what poetry.lock pins: `python3 bootstrap.py requirements` writes it."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ def test_the_export_is_current():
     bootstrap = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bootstrap)
     text = (ROOT / "requirements.txt").read_text()
-    assert text == bootstrap.requirements(), "run `python3 bootstrap.py export`"
+    assert text == bootstrap.requirements(), "run `python3 bootstrap.py requirements`"
 
     packages = tomllib.loads((ROOT / "poetry.lock").read_text())["package"]
     expected = {(p["name"], p["version"]) for p in packages if {"main", "torch"} & {*p["groups"]}}
