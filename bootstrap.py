@@ -49,7 +49,7 @@ def locked(groups: set[str]) -> list[tuple[str, str, list[str | None], list[str]
 def requirements() -> str:
     """What every script needs, and torch, as a requirements file with hashes."""
     lines = [
-        "# Made from poetry.lock by `python3 bootstrap.py requirements`; pip or uv install it, then `pip install --no-deps .`"
+        "# Made from poetry.lock by `python3 bootstrap.py requirements`; install it, then `pip install --no-deps .`"
     ]
     for name, version, marks, hashes in locked({"main", "torch"}):
         marker = "" if None in marks else " ; " + " or ".join(f"({mark})" for mark in dict.fromkeys(marks))

@@ -27,8 +27,9 @@ def find_bad(
     `what`: "the reward of agent 1 is nan"; n: which environment; t: the number of steps until then.
     """
     T, has_agents, found = len(reward), reward.ndim > 2, []
-    seen = [("reward", reward, 1), ("observation", obs, 0)]
+    seen = [("observation", obs, 0)]
     seen += [] if next_obs is None else [("observation", np.asarray(next_obs)[None], T)]
+    seen += [("reward", reward, 1)]  # later: the value of a bad observation may be in it
     seen += [] if state is None else [("state", state, 0)]
     for name, x, first in seen:
         if not is_finite(x):

@@ -26,6 +26,8 @@ import torch
 import torch.nn as nn
 from annotated_types import Ge
 
+HIDDEN = 256  # features of a picture, and units of the LSTM
+
 
 @dataclass
 class Args(RunArgs):
@@ -138,11 +140,13 @@ class Agent(nn.Module):
                 layers += [layer_init(nn.Conv2d(before, after, 3, padding=1)), nn.MaxPool2d(3, stride=2, padding=1)]
                 layers += [Residual(after), Residual(after)]
         # By torch's own weights, all pictures look alike behind three layers: features vary a thirtieth as much as now.
-        self.network = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(size, 256)), nn.ReLU())
-        self.lstm = nn.LSTM(256 + num_actions + 1, 256) if args.lstm else None
-        self.state_size, self.num_actions = 256 * args.lstm, num_actions
-        self.actor = layer_init(nn.Linear(256, num_actions), std=1.0)  # with 0.01 the value alone would shape the trunk
-        self.critic = layer_init(nn.Linear(256, 1), std=1.0)
+        self.network = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(size, HIDDEN)), nn.ReLU())
+        self.lstm = nn.LSTM(HIDDEN + num_actions + 1, HIDDEN) if args.lstm else None
+        self.state_size, self.num_actions = HIDDEN * args.lstm, num_actions
+        self.actor = layer_init(
+            nn.Linear(HIDDEN, num_actions), std=1.0
+        )  # with 0.01 the value alone would shape the trunk
+        self.critic = layer_init(nn.Linear(HIDDEN, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # makes convolutions faster
         self.bf16 = use_bf16(args)
 
@@ -194,7 +198,7 @@ def unroll_dtype(envs: gym.vector.VectorEnv, args: Args) -> np.dtype:
         ("log_prob", np.float32, (T,)),  # of the action, by the policy that acted
         ("ep_return", np.float32, (T,)),  # of the game that ended with this step
         ("ep_length", np.int64, (T,)),  # 0: none did
-        ("state", np.float32, (2, 256 * args.lstm)),  # of the LSTM before the first step
+        ("state", np.float32, (2, HIDDEN * args.lstm)),  # of the LSTM before the first step
     ]
     return np.dtype(fields, align=True)
 
@@ -209,7 +213,7 @@ class Player:
         self.obs, _ = self.envs.reset(seed=int(self.rng.integers(2**31)))
         N = args.num_envs
         self.start, self.action, self.reward = np.ones(N, bool), np.zeros(N, np.int64), np.zeros(N, np.float32)
-        self.state = torch.zeros(2, N, 256 * args.lstm)
+        self.state = torch.zeros(2, N, HIDDEN * args.lstm)
 
     @torch.no_grad()
     def play(self, agent: Agent, unrolls: np.ndarray) -> None:

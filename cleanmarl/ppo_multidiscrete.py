@@ -138,6 +138,9 @@ class Actor(nn.Sequential):
         super().__init__(*layers)
         self.register_buffer("choices", choices, persistent=False)  # (C, K) bool
 
+    def __getitem__(self, part):  # agent.actor[:-1] is layers alone
+        return nn.Sequential(*self)[part]
+
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return super().forward(obs).unflatten(-1, self.choices.shape).masked_fill(~self.choices, -1e8)
 

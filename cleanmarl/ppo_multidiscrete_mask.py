@@ -141,6 +141,9 @@ class Actor(nn.Sequential):
         super().__init__(*layers)
         self.register_buffer("choices", choices, persistent=False)  # (C, K) bool
 
+    def __getitem__(self, part):  # agent.actor[:-1] is layers alone
+        return nn.Sequential(*self)[part]
+
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         # detail aux-4: an invalid action has a logit of -1e8, and so no probability and no gradient
         mask = obs[..., -self.choices.numel() :].unflatten(-1, self.choices.shape).bool()

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs.pool import GAMES, Against, Games, envpool_spec
-from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import Bf16, use_bf16
 from cleanmarl.run import EVAL_SEED, Run, check_rollout_size
 
@@ -195,7 +194,7 @@ def elo_of(score: np.ndarray, elo: np.ndarray, num_games: int) -> float:
     return float((low + high) / 2)
 
 
-def match(agent: Agent, past: Agent, pool: PastSelves, seed: int, args: Args) -> dict[str, float]:
+def match(agent: Agent, past: Agent, pool: PastSelves, seed: int, args: Args, run: Run) -> dict[str, float]:
     """Play --match-games games with random and with each past self; `past` is a network that is overwritten."""
     policy, score = make_policy(agent, greedy=False), []
     for i, weights in enumerate([None, *pool.agents]):
@@ -203,7 +202,7 @@ def match(agent: Agent, past: Agent, pool: PastSelves, seed: int, args: Args) ->
             past.load_state_dict(weights)
         opponent = random_policy if weights is None else make_policy(past, greedy=False)
         envs = Against(Games(args.env_id, args.match_games), opponent)
-        score.append((1 + evaluate(envs, policy, args.match_games, seed + i)["eval/ep_reward"]) / 2)
+        score.append((1 + run.play(envs, policy, args.match_games, seed + i)["eval/ep_reward"]) / 2)
         envs.close()
     elo = elo_of(np.array(score), np.array([0.0, *pool.elo]), args.match_games)
     metrics = {"eval/win_rate_random": score[0], "eval/elo": elo}
@@ -374,7 +373,7 @@ def main(args: Args) -> Path:
     device = set_up(args)
 
     envs = make_envs(args, args.num_envs).env  # detail core-1: vectorized architecture
-    agent, past, pool = Agent(envs, args).to(device), Agent(envs, args).to(device), PastSelves()
+    agent, past, pool = Agent(envs, args).to(device), Agent(envs, args).to(device).eval(), PastSelves()
     # detail core-3: Adam's epsilon is 1e-5, not the library's 1e-8
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     T, N = args.num_steps, args.num_envs
@@ -393,7 +392,7 @@ def main(args: Args) -> Path:
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer, pool=pool) as run:
         if not pool.agents:  # the first past self has learned nothing
-            run.write(metrics := match(agent, past, pool, args.seed + EVAL_SEED, args))
+            run.write(metrics := match(agent, past, pool, args.seed + EVAL_SEED, args, run))
             pool.add(agent, metrics["eval/elo"], args)
         seen = run.start(envs)
         for iteration in range(run.step // batch_size, num_updates):
@@ -409,7 +408,7 @@ def main(args: Args) -> Path:
             metrics = update(agent, optimizer, batch, clip_coef, args)
             metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             if (iteration + 1) % args.pool_interval == 0 or iteration + 1 == num_updates:
-                run.write(result := match(agent, past, pool, args.seed + EVAL_SEED + run.step, args))
+                run.write(result := match(agent, past, pool, args.seed + EVAL_SEED + run.step, args, run))
                 pool.add(agent, result["eval/elo"], args)
             run.log(metrics)
             if run.evaluation_due:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import cleanmarl
+from cleanmarl import ppo_multidiscrete, ppo_multidiscrete_mask
 from cleanmarl.evaluate import evaluate
 from cleanmarl.run import EVAL_SEED, load_checkpoint
 
@@ -294,6 +295,15 @@ def test_dropout_is_for_training_alone(tmp_path):
     obs = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32)
     one, same = (policy(obs, {}, np.ones(1000, bool)) for _ in range(2))
     assert (one == same).all() and len(np.unique(one)) == 2
+
+
+@pytest.mark.parametrize("script", [ppo_multidiscrete, ppo_multidiscrete_mask])
+def test_a_part_of_an_actor_that_masks_is_layers_alone(script):
+    """For a loss on what the policy's hidden layers compute: agent.actor[:-1]."""
+    layers = torch.nn.Linear(9, 5), torch.nn.Tanh(), torch.nn.Linear(5, 6)
+    actor, obs = script.Actor(torch.ones(2, 3, dtype=torch.bool), *layers), torch.ones(4, 9)
+    assert actor[-1] is layers[-1] and torch.equal(actor[:-1](obs), layers[1](layers[0](obs)))
+    assert torch.equal(actor(obs), layers[-1](actor[:-1](obs)).unflatten(-1, (2, 3)))
 
 
 @pytest.mark.parametrize("script", ["idqn", "maddpg_lstm", "masac_continuous_action"])

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from cleanmarl import enjoy, impala_replay, ippo_per_agent, ppo
 from cleanmarl.cli import RunArgs, UsageError, launch, tell
 from cleanmarl.envs import EnvError
+from cleanmarl.finite import find_bad
 from cleanmarl.run import (
     FORMAT,
     NonFiniteError,
@@ -263,6 +264,19 @@ def test_a_number_that_is_none_is_one_line_and_exit_status_1(tmp_path, monkeypat
     err = capsys.readouterr().err
     line = "ppo: the reward is nan in environment 1 at step 310; there is no checkpoint yet in "
     assert stopped.value.code == 1 and err.startswith(line) and err.count("\n") == 1
+
+
+def test_an_observation_comes_before_the_reward_that_its_value_is_in():
+    """Where an episode was truncated the value of its last observation is added to the reward."""
+    obs, reward, next_obs = np.zeros((3, 2, 4)), np.zeros((3, 2)), np.zeros((2, 4))
+    reward[2, 1] = np.nan
+    assert find_bad(obs, reward, next_obs) == ("the reward is nan", 1, 3)
+    next_obs[1] = np.inf
+    assert find_bad(obs, reward, next_obs) == ("the observation is inf", 1, 3)
+    reward[0, 0] = obs[1, 0, 2] = np.nan
+    assert find_bad(obs, reward, next_obs) == ("the observation is nan", 0, 1)
+    obs[:] = 0
+    assert find_bad(obs, reward, next_obs) == ("the reward is nan", 0, 1)
 
 
 @pytest.mark.parametrize("what", ["reward", "obs"])

@@ -322,6 +322,7 @@ def test_past_selves_are_drawn_from_the_whole_pool(tmp_path, monkeypatch):
     drawn = []
 
     def spy(agent, past, *rest):
+        assert not past.training
         drawn.append(past.critic.weight.sum().item())
         return collect(agent, past, *rest)
 
@@ -371,6 +372,7 @@ class Columns(torch.nn.Module):
         self.order = torch.nn.Parameter(torch.tensor(float(order)))
 
     def forward(self, obs):
+        assert not self.training  # a match is without an edited network's dropout, and leaves its batch norm alone
         return (self.order * 1e4 * torch.arange(7.0)).masked_fill(obs[..., -7:] == 0, -1e8), torch.zeros(len(obs))
 
 
@@ -379,13 +381,16 @@ def test_match_counts_points(tmp_path):
     args = small(tmp_path, match_games=40)
     pool = PastSelves()
     pool.add(Columns(1), 200.0, args)
-    metrics = match(Columns(-1), Columns(0), pool, 5, args)
+    with Run(args, ppo_selfplay.__file__, agent=(agent := Columns(-1))) as run:
+        metrics = match(agent, Columns(0).eval(), pool, 5, args, run)
+        alone = match(agent, Columns(0).eval(), PastSelves(), 5, args, run)
+    assert agent.training
     won_past = metrics["eval/win_rate_past"]
     assert 0.3 < won_past < 0.7  # who begins wins, each time in four moves
     assert metrics["eval/win_rate_random"] > 0.6
     score = np.array([metrics["eval/win_rate_random"], won_past])
     assert metrics["eval/elo"] == elo_of(score, np.array([0.0, 200.0]), 40)
-    assert set(match(Columns(-1), Columns(0), PastSelves(), 5, args)) == {"eval/win_rate_random", "eval/elo"}
+    assert set(alone) == {"eval/win_rate_random", "eval/elo"}
 
 
 @pytest.mark.parametrize("env_id", ["ConnectFour-v1", "TicTacToe-v1", "Othello-v1"])
