@@ -368,6 +368,7 @@ def main(args: Args) -> int:
             (change,) = (pair for pair in zip(old.splitlines(), new.splitlines() or [""]) if len(set(pair)) == 2)
             names = ", ".join(sorted(test.partition("::")[2] for test in failed)) or "NOT CAUGHT"
             names += ": a fixture fails" if not failed and " error" in out else ""
+            names += ": tests are skipped here" if not failed and " skipped" in out else ""
             old, new = (text.strip().replace("|", r"\|") for text in change)  # a bar would end the cell
             print(f"| {detail} | {script} | `{old}` -> `{new}` | {names} |", flush=True)
     print(f"\n{len(todo) - missed} of {len(todo)} mutations of {len({m[0] for m in todo})} details caught")
