@@ -35,8 +35,11 @@ def find_bad(
         if not is_finite(x):
             bad = ~np.isfinite(x)
             t = bad.reshape(len(x), -1).any(-1).argmax()
-            if name == "reward" and suspects is not None and (bad[t] & suspects(bad[t].shape)).any():
-                bad[t] &= suspects(bad[t].shape)
+            if name == "reward" and suspects is not None:
+                if (bad[t] & (own := suspects(bad[t].shape))).any():
+                    bad[t] &= own
+                else:  # rewards were finite: it came with the value of what a truncated episode ended in
+                    name = "reward, or the last observation,"
             n, *rest = np.argwhere(bad[t])[0]
             of_agent = f" of agent {rest[0]}" if has_agents and name != "state" else ""
             found.append((t + first, n, f"the {name}{of_agent} is {x[t, n, *rest]}"))

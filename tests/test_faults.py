@@ -277,6 +277,8 @@ def test_an_observation_comes_before_the_reward_that_its_value_is_in():
     assert find_bad(obs, reward, next_obs) == ("the observation is nan", 0, 1)
     obs[:] = 0
     assert find_bad(obs, reward, next_obs) == ("the reward is nan", 0, 1)
+    for own, name in ((True, "reward"), (False, "reward, or the last observation,")):
+        assert find_bad(obs, reward, suspects=lambda shape, own=own: np.full(shape, own))[0] == f"the {name} is nan"
 
 
 @pytest.mark.parametrize("what", ["reward", "obs"])
