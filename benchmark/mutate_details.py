@@ -188,6 +188,12 @@ MUTATIONS = [
         "(is_own, own_action[:, :, None], batch.action",
         "(is_own, own_action[:, :, None], own_action",
     ),
+    (
+        "maddpg-3",
+        "masac_continuous_action",
+        "(is_own, own_action[:, :, None], batch.action",
+        "(is_own, own_action[:, :, None], own_action",
+    ),
     ("maddpg-4", "maddpg", "ours.lerp_(theirs, polyak)", "ours.copy_(theirs)"),
     ("maddpg-5", "maddpg", "F.gumbel_softmax(logits, hard=True)", "F.gumbel_softmax(logits, hard=False)"),
     ("maddpg-6", "maddpg", "deque(maxlen=args.buffer_size)", "deque(maxlen=2 * args.buffer_size)"),
@@ -214,10 +220,13 @@ MUTATIONS = [
         "target_critic(batch.state[:, 1:], next_action).amin(0)",
         "target_critic(batch.state[:, 1:], next_action)[0]",
     ),
+    ("masac-2", "masac", "batch.action).amin(0)", "batch.action)[0]"),
     ("masac-2", "masac_continuous_action", "next_action).amin(0)", "next_action)[0]"),
+    ("masac-2", "masac_continuous_action", ", action).amin(0)", ", action)[0]"),
     ("masac-3", "masac", "(q - agent.temperature[:, None] * log_prob)", "q"),
     ("masac-3", "masac_continuous_action", "* log_prob * batch.survive", "* 0 * log_prob * batch.survive"),
     ("masac-4", "masac", "(log_prob.exp() * (q - agent", "(next_action * (q - agent"),
+    ("masac-4", "masac", "(log_prob.exp() * q).sum", "(batch.action * q).sum"),
     ("masac-5", "masac", "(entropy - target) * batch.alive)", "(entropy - target))"),
     (
         "masac-5",
@@ -337,6 +346,13 @@ def failures(tests: set[str], script: str = "", source: str = "") -> tuple[set[s
     return set(re.findall(r"^FAILED ([^\s\[]+)", out.getvalue(), re.MULTILINE)), out.getvalue()
 
 
+def row_of(detail: str, script: str, old: str, new: str) -> tuple[str, str, str]:
+    """What the table says of a mutation: detail, script, the change of the one line."""
+    (change,) = (pair for pair in zip(old.splitlines(), new.splitlines() or [""]) if len(set(pair)) == 2)
+    old, new = (text.strip().replace("|", r"\|") for text in change)  # a bar would end the cell
+    return detail, script, f"`{old}` -> `{new}`"
+
+
 def main(args: Args) -> int:
     """Print a table of mutations and the tests that caught them; returns the exit status."""
     unknown = set(args.details) - set(generate.DETAILS)
@@ -365,12 +381,10 @@ def main(args: Args) -> int:
         for (detail, script, old, new), (failed, out) in zip(todo, results):
             caught |= failed
             missed += not failed
-            (change,) = (pair for pair in zip(old.splitlines(), new.splitlines() or [""]) if len(set(pair)) == 2)
             names = ", ".join(sorted(test.partition("::")[2] for test in failed)) or "NOT CAUGHT"
             names += ": a fixture fails" if not failed and " error" in out else ""
             names += ": tests are skipped here" if not failed and " skipped" in out else ""
-            old, new = (text.strip().replace("|", r"\|") for text in change)  # a bar would end the cell
-            print(f"| {detail} | {script} | `{old}` -> `{new}` | {names} |", flush=True)
+            print(f"| {' | '.join(row_of(detail, script, old, new))} | {names} |", flush=True)
     print(f"\n{len(todo) - missed} of {len(todo)} mutations of {len({m[0] for m in todo})} details caught")
     for test in sorted(marked - caught):
         print(f"{test} catches none")

@@ -308,8 +308,9 @@ def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> tuple[torch.Tensor
     """Minus the living agents' mean soft value beside the others' actions of the buffer; and entropies (B, T, A)."""
     log_prob = agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1]).log_softmax(-1)
     with torch.no_grad():
-        q = critic(batch.state[:, :-1], batch.action).amin(0)  # (B, T, A, K)
+        q = critic(batch.state[:, :-1], batch.action).amin(0)  # detail masac-2: here, too; (B, T, A, K)
     entropy = -(log_prob.exp() * log_prob).sum(-1)
+    # detail masac-4: a sum over the agent's own actions again
     q = (log_prob.exp() * q).sum(-1) + agent.temperature.detach() * entropy
     return -(q * batch.alive).sum() / batch.alive.sum().clamp(min=1), entropy.detach()
 

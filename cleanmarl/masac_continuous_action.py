@@ -327,7 +327,7 @@ def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> tuple[torch.Tensor
     is_own = torch.eye(own_action.shape[2], dtype=torch.bool, device=own_action.device)[..., None]  # (A, A, 1)
     # detail maddpg-3: joint action i (B, T, A, A, K) is that of the buffer, but for agent i's own
     action = torch.where(is_own, own_action[:, :, None], batch.action[:, :, None])
-    q = critic(batch.state[:, :-1], action).amin(0)  # (B, T, A)
+    q = critic(batch.state[:, :-1], action).amin(0)  # detail masac-2: here, too; (B, T, A)
     q = q - agent.temperature.detach() * log_prob
     return -(q * batch.alive).sum() / batch.alive.sum().clamp(min=1), -log_prob.detach()
 

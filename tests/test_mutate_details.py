@@ -1,6 +1,7 @@
 """benchmark/mutate_details.py breaks what it says, and each tag of a script has the line that it breaks."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,11 @@ def test_an_unknown_detail_is_refused_in_one_line(capsys):
 
 def test_every_detail_has_a_mutation():
     assert {detail for detail, *_ in mutate_details.MUTATIONS} == set(generate.DETAILS)
+
+
+def test_the_page_has_a_row_of_each_mutation():
+    """Which `python benchmark/mutate_details.py` prints; that there are as many says that none is of another time."""
+    page = (ROOT / "docs" / "details.md").read_text()
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (`.*) \| test_\S.* \|$", page, re.MULTILINE)
+    changes = [mutate_details.row_of(*mutation) for mutation in mutate_details.MUTATIONS]
+    assert sorted(rows) == sorted(changes)
