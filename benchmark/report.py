@@ -187,18 +187,22 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
 
 
 def thin(runs: pd.DataFrame) -> pd.DataFrame:
-    """Points of one metric, interpolated for each curve onto at most GRID_POINTS steps that all of its seeds cover."""
+    """Points of one metric, interpolated for each curve onto at most GRID_POINTS steps that all of its seeds cover.
+
+    Half as many where there are ENOUGH_RUNS seeds: the table keeps all of them.
+    """
     tables = []
     for _, of_curve in runs.groupby(CURVE, dropna=False):
         seeds = [run.sort_values("step") for _, run in of_curve.groupby("seed")]
-        if len(seeds[0]) <= GRID_POINTS and all(np.array_equal(run.step, seeds[0].step) for run in seeds):
+        points = GRID_POINTS // (2 if len(seeds) >= ENOUGH_RUNS else 1)
+        if len(seeds[0]) <= points and all(np.array_equal(run.step, seeds[0].step) for run in seeds):
             tables += seeds
             continue
         first, last = max(run.step.iloc[0] for run in seeds), min(run.step.iloc[-1] for run in seeds)
-        grid = np.linspace(first, last, GRID_POINTS)
+        grid = np.linspace(first, last, points)
         for run in seeds:
             columns = {name: np.interp(grid, run.step, run[name]) for name in ("cpu_seconds", "wall_seconds", "value")}
-            tables.append(pd.concat([run[:1]] * GRID_POINTS).assign(step=grid, **columns))
+            tables.append(pd.concat([run[:1]] * points).assign(step=grid, **columns))
     return pd.concat(tables)
 
 

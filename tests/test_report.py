@@ -128,6 +128,9 @@ def test_points_are_interpolated_onto_the_steps_that_all_seeds_cover():
     assert (grid[0], grid[-1], len(grid)) == (20, 100, report.GRID_POINTS) and set(curve.seeds) == {2}
     np.testing.assert_allclose(curve["mean"], (grid / 10 + 20 + grid) / 2)
     np.testing.assert_allclose(curve.low, grid / 10)
+    ten = [("ppo", "e", "", seed, step, step / 2, step, "x", seed) for seed in range(10) for step in (seed, 500 + seed)]
+    few = report.thin(pd.DataFrame(ten, columns=report.COLUMNS))
+    assert len(few) == 10 * report.GRID_POINTS / 2 and (few.step.min(), few.step.max()) == (9, 500)
     np.testing.assert_allclose(curve.high, 20 + grid)
     np.testing.assert_allclose(curve.cpu_seconds, grid / 2)
     assert report.summary(curve) is curve  # as data of which the seeds were not kept are
