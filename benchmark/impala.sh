@@ -44,6 +44,9 @@ game Breakout-v5 impala_breakout/papers_entropy 1 --bf16 on
 game Breakout-v5 impala_breakout/less_entropy 1 --ent-coef 0.001 --bf16 on
 $PYTHON benchmark/report.py runs/impala_breakout --out docs/results/impala_atari_envpool_breakout \
     --note "the shallow network, batches of 8 unrolls of 16 environments; the paper's entropy bonus, and a tenth of it" --command benchmark/impala.sh
+game SpaceInvaders-v5 impala_spaceinvaders 1 --bf16 on
+$PYTHON benchmark/report.py runs/impala_spaceinvaders --out docs/results/impala_atari_envpool_spaceinvaders \
+    --note "the shallow network, batches of 8 unrolls of 16 environments, the paper's entropy bonus" --command benchmark/impala.sh
 
 # days on two cores; hours with a GPU: --num-actors 8 --device cuda
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 SpaceInvaders-v5 Qbert-v5 \

@@ -4,25 +4,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
-# classic control: our defaults are the write-up's hyper-parameters
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids CartPole-v1 --num-seeds 5 \
-    --workers "$WORKERS" --runs-dir runs/ppo_cartpole
-$PYTHON benchmark/report.py runs/ppo_cartpole --out docs/results/ppo_cartpole \
-    --note "the defaults" --command benchmark/ppo.sh
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo.py" --env-ids Acrobot-v1 LunarLander-v3 --num-seeds 5 \
-    --workers "$WORKERS" --runs-dir runs/ppo_classic_control
-$PYTHON benchmark/report.py runs/ppo_classic_control --out docs/results/ppo_classic_control \
-    --note "the defaults" --command benchmark/ppo.sh
-
-# CleanRL's ppo.py beside ours, if benchmark/peers/setup.sh has fetched it to PEERS: an hour and a half of one core
-if [[ -n ${PEERS:-} ]]; then
-    for command in cleanmarl/ppo.py "benchmark/peers/run_cleanrl.py $PEERS/cleanrl/cleanrl/ppo.py"; do
-        $PYTHON benchmark/run.py --command "python $command" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 --num-seeds 10 \
-            --workers "$WORKERS" --runs-dir runs/ppo_beside_cleanrl -- --total-timesteps 500000
-    done
-    $PYTHON benchmark/report.py runs/ppo_beside_cleanrl --out docs/results/ppo_beside_cleanrl \
-        --note "the defaults of both, which are the same" --command benchmark/ppo.sh
-fi
+# classic control: the defaults are the write-up's hyper-parameters, and those of CleanRL's ppo.py, which runs beside ours
+# if benchmark/peers/setup.sh has fetched it to the folder PEERS
+scripts=(cleanmarl/ppo.py)
+if [[ -n ${PEERS:-} ]]; then scripts+=("benchmark/peers/run_cleanrl.py $PEERS/cleanrl/cleanrl/ppo.py"); fi
+for script in "${scripts[@]}"; do
+    $PYTHON benchmark/run.py --command "python $script" --env-ids CartPole-v1 Acrobot-v1 LunarLander-v3 --num-seeds 10 \
+        --workers "$WORKERS" --runs-dir runs/ppo_beside_cleanrl -- --total-timesteps 500000
+done
+$PYTHON benchmark/report.py runs/ppo_beside_cleanrl --out docs/results/ppo_beside_cleanrl \
+    --note "the defaults of both, which are the same" --command benchmark/ppo.sh
 
 # one network for policy and value beside two: same flags as ppo.py
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_shared.py" --env-ids CartPole-v1 --num-seeds 5 \

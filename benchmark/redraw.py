@@ -29,7 +29,7 @@ GAMES = {  # panel of the figure of the other games -> its place
 }
 # README.md's table: figure -> its scripts there, and what their settings have in them
 README = {
-    "ppo_cartpole": ("ppo", ""),
+    "ppo_beside_cleanrl": ("ppo", ""),
     "impala_lunarlander": ("impala", ""),
     "ppo_continuous_action_hopper": ("ppo_continuous_action", ""),
     "ppo_continuous_action_walker2d": ("ppo_continuous_action", ""),
@@ -37,6 +37,7 @@ README = {
     "impala_atari_envpool_pong": ("impala_atari_envpool", "--ent-coef 0.001"),
     "ppo_atari_envpool_breakout": ("ppo_atari_envpool", ""),
     "impala_atari_envpool_breakout": ("impala_atari_envpool", "--batch-size 8 --bf16 on"),
+    "impala_atari_envpool_spaceinvaders": ("impala_atari_envpool", ""),
     "mappo_spread_long": ("mappo coppo ippo", ""),
     "vdn_spread_long": ("vdn qmix", ""),
     "mappo_listener_long": ("mappo coppo ippo", ""),
