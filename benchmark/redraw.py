@@ -10,6 +10,7 @@ import json
 import math
 import runpy
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -27,9 +28,9 @@ GAMES = {  # panel of the figure of the other games -> its place
     "climbing-4p-penalty": (1, 1),
     "climbing-4p-rising": (1, 2),
 }
-# README.md's table: figure -> its scripts there, and what their settings have in them
+# README.md's table: figure -> its scripts there, what their settings have in them, and its tasks there if not all
 README = {
-    "ppo_beside_cleanrl": ("ppo", ""),
+    "ppo_beside_cleanrl": ("ppo", "", "CartPole-v1", "Acrobot-v1"),
     "impala_lunarlander": ("impala", ""),
     "ppo_continuous_action_hopper": ("ppo_continuous_action", ""),
     "ppo_continuous_action_walker2d": ("ppo_continuous_action", ""),
@@ -245,12 +246,12 @@ def readme_results(results: Path) -> str:
     """README.md's table: the last evaluation; Atari's last games of training, battles won in its last tenth."""
     known = yardsticks().assign(battles=lambda x: x.metric == "battle_won")
     known, rows = known[known.battles | (known.metric == "ep_reward")], []
-    for name, (scripts, settings) in README.items():
+    for name, (scripts, settings, *tasks) in README.items():
         data, figure = read_figure(results / name)
         data = data[data.settings.fillna(figure["note"]).str.contains(settings, regex=False)]
-        for script in scripts.split():
-            runs = data[data.script == script]
-            task, is_battle = runs.env_id.iloc[0], figure["tag"] == "rollout/battle_won"
+        for script, task in product(scripts.split(), tasks or data.env_id.unique()):
+            runs = data[(data.script == script) & (data.env_id == task)]
+            is_battle = figure["tag"] == "rollout/battle_won"
             last = runs[runs.metric == FINAL["atari" not in name]]  # published scores of Atari are those of training
             final = last_tenth(runs) if is_battle else last
             mean, low, high = summary(final)[["mean", "low", "high"]].iloc[0]
