@@ -59,7 +59,10 @@ def requirements() -> str:
 
 def install(groups: set[str]) -> None:
     """Runs inside VENV: install the pinned packages of `groups`, torch, and the project."""
-    from pip._vendor.packaging.markers import Marker  # pip carries the grammar of markers
+    try:
+        from pip._vendor.packaging.markers import Marker  # pip carries the grammar of markers
+    except ModuleNotFoundError:
+        sys.exit(f"bootstrap: {VENV} has no pip: make it with `uv venv --seed`, or delete it")
 
     torch_version, pins = "", []
     for name, version, marks, hashes in locked(groups):

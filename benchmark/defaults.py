@@ -32,7 +32,7 @@ METRICS = ["approx_kl", "clipfrac", "entropy", "explained_variance"]
 class Args:
     scripts: tuple[str, ...] = (*SCRIPTS, *PICTURES)
     """which; ppo_procgen needs 5 GB"""
-    total_timesteps: int = 100_000
+    total_timesteps: int = 50_000
     """of each; those that learn from pictures have a tenth, and two rollouts at least"""
     page: Path = ROOT / "docs" / "defaults.md"
     """whose table is written"""

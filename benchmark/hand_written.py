@@ -1,11 +1,12 @@
-"""How good it can get on simple_speaker_listener, simple_spread and in the warehouse: returns of hand-written agents.
+"""How good it can get in three particle environments and in the warehouse: returns of hand-written agents.
 
     python benchmark/hand_written.py    # the warehouse needs the package rware
 
 An agent plans its way to a goal: of all sequences of five actions, the one that keeps it nearest over eight steps of
 mpe2's physics. It plans no further and avoids nobody, so the best return is a little higher. A listener that is not
-told the goal goes to the middle of the three: what a pair can reach whose speaker says nothing. In simple_spread the
-agents divide the landmarks among them at the start, such that their ways are shortest in all.
+told the goal goes to the middle of the three: what a pair can reach whose speaker says nothing. So do both agents of
+simple_reference, who tell each other where to go. In simple_spread the agents divide the landmarks among them at the
+start, such that their ways are shortest in all.
 
 A robot of the warehouse takes the shortest way to the nearest requested shelf that no other robot is after, from there
 to the nearest goal, and to the nearest free place for the shelf. Where another robot stands is a wall for it; now and
@@ -62,6 +63,22 @@ def play(args: Args, told: bool) -> np.ndarray:
         landmarks = obs[:, 1, 2:8].reshape(-1, 3, 2)
         way = landmarks[np.arange(len(obs)), goal] if told else landmarks.mean(1)
         action[:, 1] = plan(obs[:, 1, :2], way)
+        obs, _, termination, truncation, info = envs.step(action)
+        done = termination | truncation  # at the same step everywhere
+    return info["episode"]["r"].sum(1)
+
+
+def play_reference(args: Args, told: bool) -> np.ndarray:
+    """The team's returns (N,) on simple_reference, of agents that tell each other the goal or not."""
+    envs = make("mpe/simple_reference_v3", args.num_episodes)
+    obs, info = envs.reset(seed=args.seed)
+    done = np.zeros(args.num_episodes, bool)
+    while not done.all():
+        landmarks = obs[:, :, 2:8].reshape(-1, 2, 3, 2)
+        goal = obs[:, ::-1, 8:11].argmax(-1)  # (N, A): the colour of an agent's goal is what the other one sees
+        to_goal = np.take_along_axis(landmarks, goal[:, :, None, None], axis=2)[:, :, 0]
+        way = to_goal if told else landmarks.mean(2)  # (N, A, 2)
+        action = np.stack([plan(obs[:, i, :2], way[:, i]) for i in range(2)], axis=1)  # and the word 0
         obs, _, termination, truncation, info = envs.step(action)
         done = termination | truncation  # at the same step everywhere
     return info["episode"]["r"].sum(1)
@@ -132,6 +149,7 @@ def play_warehouse(args: Args, name: str) -> np.ndarray:
 if __name__ == "__main__":
     args = tyro.cli(Args)
     scores = {"listener, told the goal": play(args, True), "listener, not told": play(args, False)}
+    scores |= {"reference, told": play_reference(args, True), "reference, not told": play_reference(args, False)}
     scores |= {"spread": play_spread(args)}
     for name in ("rware-tiny-2ag-easy-v2", "rware-tiny-2ag-v2"):
         scores[name] = play_warehouse(args, name)

@@ -7,6 +7,7 @@ Plays the episodes of the table in the README of the folder above, which is writ
 """
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from cleanmarl.evaluate import evaluate
 
 import tyro
 
+ROOT = Path(__file__).resolve().parent.parent
 KEPT = ("script", "versions", "git_commit")  # of args.json, besides the arguments
 OF_ONE_MACHINE = {"runs_dir": "runs", "resume": None, "device": "cpu"}
 README = """# Trained agents
@@ -59,6 +61,10 @@ def keep(run: Path, checkpoint: str, out: Path, episodes: int) -> None:
     args = meta["args"] | OF_ONE_MACHINE
     out.mkdir(parents=True, exist_ok=True)
     (out / "args.json").write_text(json.dumps({key: meta[key] for key in KEPT} | {"args": args}, indent=1) + "\n")
+    script = run / f"{meta['script']}.py"
+    ours = ROOT / "cleanmarl" / script.name
+    if script.exists() and not (ours.exists() and ours.read_text() == script.read_text()):
+        shutil.copy(script, out)  # an edited one plays by its own networks
     slim = {key: state[key] for key in ("format", "script", "step")} | {"modules": {"agent": state["modules"]["agent"]}}
     write_checkpoint(slim, out / "checkpoint.pt")
     kinds = {"sampled": False, "most probable": True}

@@ -79,8 +79,8 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
     """The flags of a run that differ from its script's defaults, `the defaults` if none does.
 
     The defaults are read from the copy of the script in the run folder, without running it; "" if there is no script.
-    What a script decides by itself where its default is None is no setting, unless its command has it; a run that was
-    started from Python has no such command, and there all that differs counts.
+    What a script decides by itself where its default is None, or computes (5 * 10**5), is no setting, unless its
+    command has it; a run that was started from Python has no such command, and there all that differs counts.
     """
     places = [folder / f"{meta['script']}.py", HERE.parent / "cleanmarl" / f"{meta['script']}.py"]
     script = next((place for place in places if place.exists()), None)
@@ -108,11 +108,11 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
 
 
 def literal(value: ast.expr) -> Any:
-    """The value of a default; its text, which no argument equals, if it is computed: 5 * 10**5."""
+    """The value of a default; None if it is computed."""
     try:
         return ast.literal_eval(value)
     except ValueError:
-        return ast.unparse(value)
+        return None
 
 
 def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -48,7 +48,7 @@ SBATCH = """#!/bin/bash
 #SBATCH --array={array}%{workers}
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=1
-#SBATCH --output={output}
+#SBATCH --output="{output}"
 cd {folder}
 exec {command}
 """
@@ -77,8 +77,10 @@ class Args:
 def git_commit() -> str | None:
     """The commit of the working folder, with `-dirty` if files differ from it; None outside a repository."""
     argv = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    result = subprocess.run(argv, capture_output=True, text=True)
-    return result.stdout.strip() or None
+    try:
+        return subprocess.run(argv, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # no git
+        return None
 
 
 def versions() -> dict[str, str]:
@@ -351,7 +353,7 @@ def submit_slurm(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
         return 0
     (args.runs_dir / "logs").mkdir(parents=True, exist_ok=True)
     script = args.runs_dir / "grid.sbatch"
-    command = shlex.join(argv_of(args, flags, "INDEX")).replace("INDEX", '"$SLURM_ARRAY_TASK_ID"', 1)
+    command = shlex.join(argv_of(args, flags, "INDEX")).replace("--index INDEX", '--index "$SLURM_ARRAY_TASK_ID"', 1)
     output = args.runs_dir.absolute() / "logs" / "slurm-%A_%a.txt"
     places = {"array": ",".join(map(str, missing)), "workers": args.workers, "output": output}
     script.write_text(SBATCH.format(**places, folder=shlex.quote(str(Path.cwd())), command=command))
@@ -368,7 +370,8 @@ def main(args: Args, flags: list[str]) -> int:
         print(f"run: there must be a program {program}, and at least one seed and one worker", file=sys.stderr)
         return 2
     seeds = range(1, args.num_seeds + 1)
-    grid = [Trial(args.command, env_id, seed, flags, args.runs_dir) for env_id in args.env_ids for seed in seeds]
+    env_ids = dict.fromkeys(args.env_ids)  # each once
+    grid = [Trial(args.command, env_id, seed, flags, args.runs_dir) for env_id in env_ids for seed in seeds]
     trials = dict(enumerate(grid))
     if args.index is not None:
         if args.index not in trials:

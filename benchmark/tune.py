@@ -160,7 +160,8 @@ def scales(env_ids: list[str], metric: str) -> dict[str, tuple[float, float]]:
         return {env_ids[0]: (0.0, 1.0)}
     known = yardsticks()
     known = known[known.metric == metric.partition("/")[2]]
-    known = known.pivot_table(index="env_id", columns="kind", values="score").reindex(env_ids)[["random", "best"]]
+    known = known.pivot_table(index="env_id", columns="kind", values="score")
+    known = known.reindex(index=env_ids, columns=["random", "best"])
     missing = known.index[known.isna().any(axis=1)]
     check(not len(missing), f"benchmark/yardsticks.csv has no random and best {metric} of {', '.join(missing)}")
     return {env_id: (row.random, row.best) for env_id, row in known.iterrows()}

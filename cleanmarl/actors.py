@@ -28,6 +28,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -232,7 +233,7 @@ class Actors:
         """The number of the next slot that actor i fills; RunError if it failed or died."""
         start = time.perf_counter()
         while not self.connections[i].poll(workers.SILENCE):
-            self.look_after_silent()
+            self.look_after_silent([i] if self.deterministic else None)  # the others may wait for their turn
         message, process = receive(self.connections[i]), self.processes[i]
         self.waited += time.perf_counter() - start
         self.heard[i] = [time.monotonic()] * 2
@@ -245,11 +246,11 @@ class Actors:
             raise RunError(f"actor {i} failed:\n{message}")
         return message
 
-    def look_after_silent(self) -> None:
-        """Actors that have said nothing for long, while the others may go on: see `workers.look_after`."""
+    def look_after_silent(self, owing: Collection[int] | None = None) -> None:
+        """Actors, of those that owe an answer, that have said nothing for long: see `workers.look_after`."""
         now = time.monotonic()
         for i, (spoke, looked) in enumerate(self.heard):
-            if now - looked >= workers.SILENCE and not self.connections[i].poll():
+            if (owing is None or i in owing) and now - looked >= workers.SILENCE and not self.connections[i].poll():
                 pid = self.processes[i].pid
                 workers.look_after(f"actor {i} (pid {pid})", pid, now - spoke)
                 self.heard[i][1] = now

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import mmap
+import os
 import pickle
 import random
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             torch.save(checkpoint, file)
             file.seek(0)
             file.write(hashlib.file_digest(file, "sha256").digest())  # after all that was read
+            file.flush()
+            os.fsync(file.fileno())  # or the new name may outlive a power cut, and what it names not
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):

@@ -139,13 +139,13 @@ class OnPolicyArgs(RunArgs):
     """RunArgs, and the flag of the scripts whose losses are @compilable."""
 
     compile: bool = False
-    """compile the loss: about a minute longer to start, then faster; needs a C++ compiler, on a GPU Triton"""
+    """compile the loss: up to a minute longer to start, then faster; needs a C++ compiler, on a GPU Triton"""
 
 
 # What may differ from the arguments of the run that --resume continues: what changes no learning, and how long it is to
 # be. With another total a schedule that falls to the end of the run, as that of a learning rate, jumps to the new one.
 RESUME_MAY_CHANGE = {field.name for field in dataclasses.fields(OnPolicyArgs)} - {"seed"}
-RESUME_MAY_CHANGE |= {"total_timesteps", "num_workers", "address"}
+RESUME_MAY_CHANGE |= {"total_timesteps", "num_workers", "address", "log_every", "eval_steps", "num_eval_ep"}
 
 ENVIRONMENT = ("env_id", "total_timesteps", "num_envs", "num_steps")  # flags that --help shows together, apart
 
@@ -245,7 +245,7 @@ def set_up(args: RunArgs) -> torch.device:
     seed_everything(args.seed, args.torch_threads)
     wanted = isinstance(args, OnPolicyArgs) and args.compile
     if wanted:
-        tell("compiling the loss: the first update takes about a minute longer")
+        tell("compiling the loss: the first update takes up to a minute longer")
     try:
         compile_losses(wanted, device)
     except CompileError as error:

@@ -45,7 +45,7 @@ class Args(RunArgs):
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
     total_timesteps: PositiveInt = 1_000_000
-    """environment steps of the whole run, all environments together, however many agents act in each"""
+    """environment steps of the whole run, however many agents act in each; the last episodes are played to their end"""
 
     agent_ids: bool = True
     """add a one-hot id to the observation: without it the agents' common networks cannot tell them apart"""

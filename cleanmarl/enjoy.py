@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from cleanmarl.cli import (
-    NonNegativeInt,
     PositiveInt,
     UsageError,
     check,
@@ -32,6 +31,7 @@ import cloudpickle
 import numpy as np
 import torch
 import tyro
+from annotated_types import Interval
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Args:
     """episodes to play"""
     greedy: bool = False
     """take the most probable actions instead of sampling them"""
-    seed: NonNegativeInt = 1
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 1
     """seed of the environment and of the samples"""
     video: Path | None = None
     """film the episodes into this .mp4 or .gif"""
@@ -109,7 +109,8 @@ class Policy:
         self.act = self.script.make_policy(self.agent, greedy)
 
     def __call__(self, obs: np.ndarray, info: dict[str, Any], done: np.ndarray) -> np.ndarray:
-        return self.act(obs, info, done)
+        with torch.no_grad():  # or a memory would keep all that it was made of
+            return self.act(obs, info, done)
 
 
 def check_place(video: Path) -> None:

@@ -22,9 +22,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 def new_folder(folder: Path) -> Path:
     """Make it; two runs of one seed that start in one second get two folders."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             folder = folder.with_name(f"{folder.name}-again")

@@ -365,7 +365,7 @@ def main(args: Args) -> Path:
     check_unrolls_size(args, unroll_dtype(envs, args))
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
-    num_updates = 0
+    num_updates, metrics = 0, {}  # metrics of the latest update
 
     with (
         Run(args, __file__, agent=agent, optimizer=optimizer) as run,
@@ -383,7 +383,7 @@ def main(args: Args) -> Path:
             if (ended := unrolls["ep_length"] > 0).any():
                 episodes = {"r": unrolls["ep_return"], "l": unrolls["ep_length"]}
                 run.log_episodes({"_episode": ended, "episode": episodes})
-            metrics, gathered = {}, np.concatenate([gathered, unrolls])
+            gathered = np.concatenate([gathered, unrolls])
             while len(gathered) >= batch_size:
                 batch, gathered = np.split(gathered, [batch_size])
                 metrics = update(agent, optimizer, batch, args)

@@ -323,7 +323,8 @@ def main(args: Args) -> Path | None:
     check_unrolls_size(args, unroll_dtype(envs, args))
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
-    num_updates, code = 0, torch.zeros(1, dtype=torch.int32, device=device)
+    num_updates, metrics = 0, {}  # metrics of the latest update
+    code = torch.zeros(1, dtype=torch.int32, device=device)
     ray = connect(args.address, args.num_actors, world_size)
 
     if world_size > 1:
@@ -348,7 +349,7 @@ def main(args: Args) -> Path | None:
                 if (ended := unrolls["ep_length"] > 0).any():
                     episodes = {"r": unrolls["ep_return"], "l": unrolls["ep_length"]}
                     run.log_episodes({"_episode": ended, "episode": episodes})
-                metrics, gathered = {}, np.concatenate([gathered, unrolls])
+                gathered = np.concatenate([gathered, unrolls])
                 while len(gathered) >= batch_size:
                     batch, gathered = np.split(gathered, [batch_size])
                     metrics = update(agent, optimizer, batch, args)

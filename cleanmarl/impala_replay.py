@@ -392,7 +392,7 @@ def main(args: Args) -> Path:
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     replay, cutter = Replay(args, unroll_dtype(envs, args)), Cutter(args)
-    num_updates = 0
+    num_updates, metrics = 0, {}  # metrics of the latest update
 
     with (
         Run(args, __file__, agent=agent, optimizer=optimizer, replay=replay) as run,
@@ -409,7 +409,6 @@ def main(args: Args) -> Path:
             if (ended := unrolls["ep_length"] > 0).any():
                 episodes = {"r": unrolls["ep_return"], "l": unrolls["ep_length"]}
                 run.log_episodes({"_episode": ended, "episode": episodes})
-            metrics = {}
             for batch in cutter.cut(slot["actor"], unrolls):
                 metrics = update(agent, optimizer, replay, batch, args)
                 num_updates += args.updates_per_collect

@@ -260,6 +260,11 @@ class Recurrent(nn.Sequential):
 
     CELLS: ClassVar = {"gru": StackedGRU, "lstm": StackedLSTM}
 
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        if others := [layer for layer in self if isinstance(layer, nn.RNNBase | nn.RNNCellBase)]:
+            raise TypeError(f"Recurrent carries no memory of {others[0]}: StackedGRU or StackedLSTM(1, in, out)")
+
     @property
     def cells(self) -> list[StackedCell]:
         return [layer for layer in self if isinstance(layer, StackedCell)]
@@ -358,7 +363,7 @@ class Networks:
 
 
 def as_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
-    """`network` with its parameters of now as a function of NumPy arrays, without gradients.
+    """`network` as a function of NumPy arrays, without gradients; to be made anew after each update of the network.
 
     For the few rows of one environment step NumPy takes a quarter of torch's time. It knows the layers below, by exact
     type, in nn.Sequential; a network with any other layer is called as it is, through torch: slower, never different.

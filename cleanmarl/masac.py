@@ -47,7 +47,7 @@ class Args(RunArgs):
     env_id: str = "mpe/simple_spread_v3"
     """family/name of a multi-agent environment with discrete actions"""
     total_timesteps: PositiveInt = 1_000_000
-    """environment steps of the whole run, all environments together, however many agents act in each"""
+    """environment steps of the whole run, however many agents act in each; the last episodes are played to their end"""
 
     agent_ids: bool = True
     """add a one-hot id to the observation: without it the agents' common actor cannot tell them apart"""
@@ -336,7 +336,7 @@ def update(agent: Agent, critic: Critic, target_critic, optimizers, batch, args:
     """One step of the critics, then one of actor and temperatures; optimizers are those of (agent, critics)."""
     target = critic_targets(agent, target_critic, batch, args.gamma)
     critic_losses = critic_loss(critic, batch, target)
-    # The critics share no parameter: the gradient of their sum is each one's gradient of its own loss.
+    # Individual critics share no parameter, so each has the gradient of its own loss; a team's has the sum of A.
     norms = descend(critic_losses.sum(), critic, optimizers[1], args.clip_gradients)
     loss, entropy = actor_loss(agent, critic, batch)
     temperature = agent.temperature.mean().detach()

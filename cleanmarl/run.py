@@ -17,6 +17,7 @@ import gc
 import json
 import math
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -42,7 +43,7 @@ from cleanmarl.checkpoint import (
     set_random_state,
     write_checkpoint,
 )
-from cleanmarl.cli import RunError, UsageError, check, import_optional, load_args, read_run, run_folder, tell
+from cleanmarl.cli import RunError, UsageError, check, flag, import_optional, load_args, read_run, run_folder, tell
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError, check_memory
 from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
 from cleanmarl.finite import find_bad, find_bad_episode
@@ -102,7 +103,7 @@ class Run:
             else:
                 self._resume_folder(on_error)
             if args.track:
-                name, config = self.folder.name, dataclasses.asdict(args)
+                name, config = self.folder.resolve().name, dataclasses.asdict(args)
                 where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": str(self.folder)}
                 try:
                     self.wandb = wandb.init(name=name, id=name, resume="allow", config=config, **where)
@@ -217,8 +218,8 @@ class Run:
         with self._writing():
             self._write_json("done.json", {"step": self.step, "seconds": seconds})
         self._print(f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))}, saved in {self.folder}")
-        self._print(f"  curves: tensorboard --logdir {self.folder}")
-        self._print(f"  play:   python -m cleanmarl.enjoy {self.folder}")
+        self._print(f"  curves: tensorboard --logdir {shlex.quote(str(self.folder))}")
+        self._print(f"  play:   python -m cleanmarl.enjoy {shlex.quote(str(self.folder))}")
 
     def _save_before(self, error: Exception) -> None:
         """An environment that died should not cost the run. Where the others are is of no use: all begin anew."""
@@ -266,7 +267,8 @@ class Run:
         """Where (N,) or (N, A) the return of the episode under way, or of one that has just ended, is not finite."""
         statistics = getattr(self.envs, "statistics", self.envs)
         returns = getattr(statistics, "returns", getattr(statistics, "episode_returns", 0.0))
-        return (~np.isfinite(returns) | self.bad_returns).reshape(shape)
+        bad = ~np.isfinite(returns) | self.bad_returns
+        return bad.reshape(shape) if np.ndim(bad) else np.full(shape, bad)  # environments that do not tell which
 
     def check_unrolls(self, slot: np.void) -> None:
         """The same for what an actor has played (cleanmarl.actors)."""
@@ -440,7 +442,7 @@ class Run:
             raise WriteError(f"{reason}; {self._last_good()}") from error
 
     def _stop(self) -> None:
-        self._print(f"stopped at step {self.step:,}; continue with --resume {self.folder}")
+        self._print(f"stopped at step {self.step:,}; continue with --resume {shlex.quote(str(self.folder))}")
         raise SystemExit(128 + (self.stop_signal or 0))
 
     def _sps(self) -> float:
@@ -541,10 +543,15 @@ def check_replay_size(envs: MultiAgentVectorEnv, args: Any) -> None:
     With --save-buffer it is copied for each checkpoint. Where `envs` do not say how long an episode may be, a line
     tells what the buffer may take at most; where they do, one tells that the run may learn nothing.
     """
-    message = f"--total-timesteps {args.total_timesteps} ends before there are --batch-size {args.batch_size} episodes"
-    check(args.total_timesteps >= args.batch_size, message)  # of a step or more
-    if envs.time_limit and args.total_timesteps < (first := args.batch_size * envs.time_limit):
-        full = f"--batch-size {args.batch_size} episodes of up to {envs.time_limit} steps are {first:,}"
+    sizes = {name: getattr(args, name, 0) for name in ("batch_size", "on_policy_episodes")}  # DOP has the second
+    size = max(sizes.values())
+    first = f"{flag(max(sizes, key=sizes.__getitem__))} {size} episodes"
+    message = f"--total-timesteps {args.total_timesteps} ends before there are {first}"
+    check(args.total_timesteps >= size, message)  # of a step or more
+    if not envs.time_limit:
+        tell("how long an episode may be is not known: the run learns, saves and stops between episodes", sys.stderr)
+    elif args.total_timesteps < size * envs.time_limit:
+        full = f"{first} of up to {envs.time_limit} steps are {size * envs.time_limit:,}"
         tell(f"--total-timesteps {args.total_timesteps:,} may end before the first update: {full}", sys.stderr)
     spaces, (A, K) = (envs.single_observation_space, envs.single_state_space), envs.real_actions.shape
     one_step = sum(math.prod(space.shape) * np.dtype(space.dtype).itemsize for space in spaces)  # what is seen,

@@ -49,5 +49,10 @@ def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
         [sys.executable, ppo.__file__, "--resume", out, "--total-timesteps", "2048"], capture_output=True, text=True
     )
     assert resumed.returncode == 2 and resumed.stderr.count("\n") == 1 and not list(out.glob("events*"))
+    assert not (out / "ppo.py").exists()
+    with (run / "ppo.py").open("a") as file:
+        file.write("# edited\n")
+    subprocess.run(command, capture_output=True, check=True)
+    assert (out / "ppo.py").read_text() == (run / "ppo.py").read_text()  # by which it is played
     again = subprocess.run([*command[:3], "--out", tmp_path], capture_output=True, text=True)
     assert again.returncode == 2 and again.stderr.startswith("keep: --out ")

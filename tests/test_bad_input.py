@@ -10,7 +10,7 @@ import typing
 from pathlib import Path
 from typing import Literal
 
-from cleanmarl import ippo, ppo
+from cleanmarl import ippo, ppo, vdn
 from cleanmarl.cli import flag, launch, limits
 from cleanmarl.run import Run, load_checkpoint
 
@@ -270,6 +270,12 @@ def test_a_file_where_the_runs_should_be(script, tmp_path, refused):
     line = refused(script)
     assert "cannot write the run folder" in line and "choose another place with --runs-dir" in line
     assert (tmp_path / "runs").read_text() == "in the way"
+
+
+def test_a_link_to_nowhere_where_the_runs_should_be(tmp_path, refused):
+    (tmp_path / "runs").symlink_to("/gone")
+    line = refused("ppo")
+    assert "/CartPole-v1__ppo" in line and "again" not in line and "(File exists)" in line
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs a place where not even root may write")
@@ -606,6 +612,12 @@ def test_what_resume_may_change(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split(), "--runs-dir", str(tmp_path)])
     launch(ppo.main, ppo.Args)
     assert load_checkpoint(runs["ppo"])["step"] == 192 and not list(tmp_path.iterdir())
+    args = {"env_id": "matrix/penalty", "total_timesteps": 50, "num_envs": 1, "batch_size": 2}
+    run = vdn.main(vdn.Args(runs_dir=str(tmp_path), **args))
+    flags = f"--resume {run} --total-timesteps 100 --log-every 2 --eval-steps 3 --num-eval-ep 1"
+    monkeypatch.setattr(sys, "argv", ["vdn.py", *flags.split()])
+    launch(vdn.main, vdn.Args)
+    assert load_checkpoint(run)["step"] == 100
 
 
 # ------------------------------------------------------------------------------------------ as the user's shell sees it

@@ -181,7 +181,7 @@ def test_a_trial_whose_runner_was_killed_is_waited_for(toy):
 
 def test_slurm_script_runs_one_trial_for_each_index(toy):
     assert run_cli(toy, "--lr", "0.1", num_seeds=1).returncode == 0
-    argv = ["--command", "python toy.py", "--env-ids", "a/b", "c d", "--num-seeds", "2", "--workers", "3"]
+    argv = ["--command", "python toy.py", "--env-ids", "a/b", "c d", "a/b", "--num-seeds", "2", "--workers", "3"]
     result = cli("run.py", *argv, "--backend", "slurm", "--", "--lr", "0.1", cwd=toy, env=without_slurm(toy))
     assert result.returncode == 0 and "sbatch runs/grid.sbatch" in result.stdout, result.stderr
     script = toy / "runs" / "grid.sbatch"
@@ -212,6 +212,17 @@ def wait_for(condition, seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.05)
+
+
+def test_a_grid_without_git_and_in_a_folder_with_the_name_of_a_placeholder(toy):
+    argv = ["--command", "python toy.py", "--env-ids", "e", "--num-seeds", "1", "--runs-dir", "INDEX of runs"]
+    result = cli("run.py", *argv, "--backend", "slurm", cwd=toy, env={**os.environ, "PATH": ""})
+    assert result.returncode == 0, result.stderr
+    script = toy / "INDEX of runs" / "grid.sbatch"
+    subprocess.run(["bash", script], env={**os.environ, "SLURM_ARRAY_TASK_ID": "0"}, check=True, cwd="/")
+    assert len(list((toy / "INDEX of runs").glob("*/done.json"))) == 1
+    result = cli("run.py", *argv[:-2], cwd=toy, env={**os.environ, "PATH": str(toy)})
+    assert result.returncode == 0, result.stderr
 
 
 def test_runner_refuses_what_cannot_run(toy):
@@ -513,6 +524,11 @@ def test_hand_written_listener_goes_where_the_speaker_knows():
     told, not_told = (hand_written.play(hand_written.Args(num_episodes=256), told) for told in (True, False))
     assert told.shape == (256,)
     assert -40 < not_told.mean() < -25 < told.mean() < -10  # a random pair has -79.5
+
+
+def test_hand_written_pair_refers():
+    told, not_told = (hand_written.play_reference(hand_written.Args(num_episodes=128), told) for told in (True, False))
+    assert -40 < not_told.mean() < -28 < -18 < told.mean() < -10  # a random pair has -56.5
 
 
 def test_hand_written_agents_spread():

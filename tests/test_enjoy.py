@@ -328,6 +328,14 @@ def test_command(ppo_run, tmp_path):
     assert done.stderr == f"enjoy: {tmp_path} is not a run folder: it has no readable args.json\n"
 
 
+def test_the_command_that_a_run_ends_with_can_be_pasted(tmp_path, capsys):
+    runs = str(tmp_path / "my runs")
+    ppo.main(ppo.Args(total_timesteps=64, num_envs=1, num_steps=64, eval_episodes=0, runs_dir=runs))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  play:   python ")]
+    done = subprocess.run(f"{sys.executable} {line.partition('python ')[2]} --episodes 1", shell=True)
+    assert done.returncode == 0
+
+
 def test_what_cannot_be_played(ppo_run, tmp_path):
     def refused(**changes) -> str:
         with pytest.raises(UsageError) as error:
@@ -358,7 +366,8 @@ def test_what_cannot_be_played(ppo_run, tmp_path):
     assert "no_such_flag" in refused()
     folder = ppo_run
     assert "--episodes" in refused(episodes=0)
-    assert "--seed must be at least 0, not -1" in refused(seed=-1)
+    assert "--seed must be in [0, 4294967296), not -1" in refused(seed=-1)
+    assert "--seed must be in [0, 4294967296), not " in refused(seed=2**64)
     assert ".mp4 or .gif" in refused(video=Path("film.avi"))
 
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from cleanmarl import enjoy, impala_replay, ippo_per_agent, ppo
+from cleanmarl import enjoy, impala_replay, ippo, ippo_per_agent, ppo
 from cleanmarl.cli import RunArgs, UsageError, launch, tell
 from cleanmarl.envs import EnvError
+from cleanmarl.envs.mpe import Spread
 from cleanmarl.finite import find_bad
 from cleanmarl.run import (
     FORMAT,
@@ -324,6 +325,25 @@ def test_a_number_of_an_agent_that_is_none_ends_the_run(script, family, what, tm
         )
     where = f"environment {num_envs // 2} at step {17 * num_envs}; last good checkpoint: step "
     assert str(error.value).startswith(f"the {WORDS[what]} of agent 2 is nan in {where}")
+
+
+def test_a_reward_of_an_agent_in_a_particle_environment_that_is_none_ends_the_run(tmp_path, monkeypatch):
+    reward, calls = Spread.reward, []
+
+    def sick(self):
+        calls.append(None)
+        result = np.array(reward(self)) + np.zeros((3, self.num_envs))
+        result[2, 1] += math.nan if len(calls) == 17 else 0
+        return result
+
+    monkeypatch.setattr(Spread, "reward", sick)
+    with pytest.raises(NonFiniteError, match=r"^the reward of agent 2 is nan in environment 1 at step 68; "):
+        ippo.main(ippo.Args(runs_dir=str(tmp_path), total_timesteps=400, num_envs=4, num_minibatches=1))
+
+
+def test_environments_without_statistics_of_episodes_are_all_suspects():
+    run = SimpleNamespace(envs=object(), bad_returns=False)
+    assert Run._suspects(run, (2, 3)).shape == (2, 3)
 
 
 def test_every_script_looks_at_what_its_environments_say():
@@ -904,7 +924,12 @@ def test_replays_that_no_memory_holds_are_named_with_their_gigabytes(capsys):
     assert capsys.readouterr().err == f"{line} 4,500\n"
     envs.time_limit, args.total_timesteps = None, 10**15  # nobody knows: a warning
     check_replay_size(envs, args)
-    assert capsys.readouterr().err.startswith("if episodes were as long as the run, a replay buffer of --buffer-size ")
+    unknown, too_large = capsys.readouterr().err.splitlines()
+    assert unknown == "how long an episode may be is not known: the run learns, saves and stops between episodes"
+    assert too_large.startswith("if episodes were as long as the run, a replay buffer of --buffer-size ")
+    args.on_policy_episodes = 64  # of DOP, which waits for these, too
+    with pytest.raises(UsageError, match=r"^--total-timesteps 9 ends before there are --on-policy-episodes 64 "):
+        check_replay_size(envs, SimpleNamespace(**vars(args) | {"total_timesteps": 9}))
 
 
 @pytest.mark.parametrize(

@@ -339,6 +339,12 @@ def test_remembering_in_numpy_is_remembering_in_torch(cells, other):
         now = now * ~forget[rows, :, None].numpy()
 
 
+def test_recurrent_names_the_layer_that_it_cannot_carry():
+    with pytest.raises(TypeError, match=r"no memory of GRU\(4, 4\): StackedGRU or StackedLSTM\(1, in, out\)"):
+        Recurrent(nn.Linear(3, 4), nn.GRU(4, 4))
+    assert len(Recurrent(nn.Linear(3, 4), StackedLSTM(1, 4, 4))[:-1]) == 1  # a part of one is one
+
+
 def test_known_cells_are_not_run_by_torch_and_watched_ones_are(monkeypatch):
     x, memory = np.ones((2, A, H), np.float32), np.zeros((2, A, 2 * H), np.float32)
     plain, watched = Recurrent(StackedLSTM(A, H, H)), Recurrent(StackedLSTM(A, H, H))

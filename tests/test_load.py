@@ -122,6 +122,12 @@ def test_a_recurrent_actor_can_be_traced_with_its_memory(train):
     torch.testing.assert_close(after, expected_after)
 
 
+def test_a_policy_keeps_no_graph_of_what_it_has_seen(train):
+    policy = cleanmarl.load(train("mappo_lstm"))
+    policy.act = lambda *seen: torch.is_grad_enabled()
+    assert not policy(None, None, None)
+
+
 def test_what_cannot_be_loaded_says_so(train, tmp_path):
     with pytest.raises(UsageError, match="is not a run folder"):
         cleanmarl.load(tmp_path)

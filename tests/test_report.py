@@ -95,7 +95,10 @@ def test_a_computed_default_is_read_without_running_it(tmp_path):
     fields = "    size: int = 2 * 64\n    total_timesteps: PositiveInt = 5 * 10**5\n    gamma: float = 0.99\n"
     (tmp_path / "x.py").write_text(f"class Args(RunArgs):\n{fields}")
     args = {"size": 128, "total_timesteps": 500_000, "gamma": 0.99}
-    assert report.settings_of({"script": "x", "args": args}, tmp_path) == "--size 128"  # whether it was given or not
+    meta = {"script": "x", "args": args}
+    assert report.settings_of(meta | {"command": ["x.py"]}, tmp_path) == "the defaults"
+    assert report.settings_of(meta | {"command": ["x.py", "--size", "128"]}, tmp_path) == "--size 128"
+    assert report.settings_of(meta, tmp_path) == "--size 128"  # nobody knows
 
 
 def test_seconds_are_those_of_the_manifest_without_the_time_between_two_tries(tmp_path):

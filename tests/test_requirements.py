@@ -1,11 +1,22 @@
 """requirements.txt is what poetry.lock pins: `python3 bootstrap.py requirements` writes it."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_an_environment_without_pip_is_one_line(tmp_path):
+    """As uv makes it, in which `make test` is given then."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    env = {**os.environ, "VENV": str(tmp_path / "bare")}
+    done = subprocess.run([sys.executable, ROOT / "bootstrap.py"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "has no pip: make it with `uv venv" in done.stderr
 
 
 def test_the_export_is_current():

@@ -87,6 +87,8 @@ def test_scores_of_several_environments_are_scaled():
     assert scales == {"CartPole-v1": (22, 500), "mpe/simple_spread_v3": (-79.3, -21.8)}
     with pytest.raises(UsageError, match="no random and best eval/ep_reward of x/y"):
         tune.scales(["CartPole-v1", "x/y"], "eval/ep_reward")
+    with pytest.raises(UsageError, match="no random and best eval/elo of Othello-v1, ConnectFour-v1"):
+        tune.scales(["Othello-v1", "ConnectFour-v1"], "eval/elo")
 
 
 def test_study_of_a_real_script(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class Counters:
 def block(tmp_path, monkeypatch):
     (tmp_path / "counting_block.py").write_text(BLOCK)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # a Path, which Python passes over
     return "counting_block:Counters"
 
 

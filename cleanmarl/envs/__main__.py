@@ -15,6 +15,7 @@ import argparse
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import time
 import warnings
@@ -113,7 +114,7 @@ def steps_per_second(steps: Iterator[float], num_envs: int, seconds: float) -> f
     for _ in range(3):
         next(steps)
     spent, count = 0.0, 0
-    while spent < seconds:
+    while spent < seconds or not count:
         spent, count = spent + next(steps), count + 1
     return num_envs * count / spent
 
@@ -237,6 +238,8 @@ def main() -> None:
             list_ids(args.family)
         else:
             bench(args.id, args.seconds)
+    except BrokenPipeError:  # the reader has seen enough: `list | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
     except EnvError as error:
         print(f"envs: {error}", file=sys.stderr)
         sys.exit(2)

@@ -154,7 +154,7 @@ class ParticleEnv(MultiAgentVectorEnv):
         self._look_at(np.zeros((self.zero + 1, num_envs)), np.zeros((num_envs, self.num_goals), np.int64))
 
         self.rngs = [np.random.default_rng() for _ in range(num_envs)]
-        self.stats: EpisodeStatistics | None = None  # None until the first reset
+        self.statistics: EpisodeStatistics | None = None  # None until the first reset
 
         # physics: who can touch whom, and on whom (+1, -1) the force of each pair acts; landmarks stay
         solid = [i for i, body in enumerate(self.bodies) if body.collide]
@@ -292,7 +292,7 @@ class ParticleEnv(MultiAgentVectorEnv):
         """Start an episode in every environment; with a seed, environment i's stream depends on it and on i alone."""
         if seed is not None:
             self.rngs = [np.random.default_rng(s) for s in env_seeds(seed, self.num_envs)]
-        self.stats = EpisodeStatistics(self.num_envs, self.num_agents)
+        self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
         self._start_episodes(np.arange(self.num_envs))
         obs, state = self._observe()
         return obs, self._info(state)
@@ -302,7 +302,7 @@ class ParticleEnv(MultiAgentVectorEnv):
 
         Raises EnvError for any other, before anything moves.
         """
-        if self.stats is None:
+        if self.statistics is None:
             raise EnvError(f"mpe/{self.name}: call reset() before step()")
         action = self._check(np.asarray(action))
         reward = np.empty((self.num_envs, self.num_agents), np.float32)
@@ -310,9 +310,9 @@ class ParticleEnv(MultiAgentVectorEnv):
             block._move(block._act(action[envs]))
             block._follow()
             reward[envs] = block.reward().T
-        self.stats.add(reward)
+        self.statistics.add(reward)
         obs, state = self._observe()
-        termination, truncation = np.zeros(self.num_envs, bool), self.stats.lengths >= self.max_cycles
+        termination, truncation = np.zeros(self.num_envs, bool), self.statistics.lengths >= self.max_cycles
         if not truncation.any():
             return obs, reward, termination, truncation, self._info(state)
 
@@ -323,24 +323,24 @@ class ParticleEnv(MultiAgentVectorEnv):
             "final_agent_mask": self.agent_mask & truncation[:, None],
             "_final_obs": truncation.copy(),
         }
-        self.stats.end(truncation, end)
+        self.statistics.end(truncation, end)
         self._start_episodes(np.flatnonzero(truncation))
         obs, state = self._observe()
         return obs, reward, termination, truncation, self._info(state) | end
 
     def snapshot(self) -> dict:
         """Positions, velocities, words and goals, random numbers to come, returns and lengths; not before `reset`."""
-        assert self.stats is not None
+        assert self.statistics is not None
         rngs = [rng.bit_generator.state for rng in self.rngs]
-        return {"features": self.features, "goals": self.goals, "rngs": rngs, "episodes": self.stats.snapshot()}
+        return {"features": self.features, "goals": self.goals, "rngs": rngs, "episodes": self.statistics.snapshot()}
 
     def restore(self, snapshot: dict) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Go on from there; (obs, info) as they were."""
         self.features[:], self.goals[:] = snapshot["features"], snapshot["goals"]
         for rng, state in zip(self.rngs, snapshot["rngs"], strict=True):
             rng.bit_generator.state = state
-        self.stats = EpisodeStatistics(self.num_envs, self.num_agents)
-        self.stats.restore(snapshot["episodes"])
+        self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
+        self.statistics.restore(snapshot["episodes"])
         obs, state = self._observe()
         return obs, self._info(state)
 

@@ -71,9 +71,10 @@ class Worker:
 
     def __init__(self, label: str, target: str, memory: int, *arguments):
         self.connection, theirs = Pipe()
+        paths = [path for path in sys.path if isinstance(path, str)]  # Python passes over all others
         script = (
             "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the main process
-            f"signal.signal(signal.SIGTERM, signal.SIG_DFL); sys.path[:] = {sys.path}; "
+            f"signal.signal(signal.SIGTERM, signal.SIG_DFL); sys.path[:] = {paths}; "
             f"from cleanmarl.envs.workers import serve; serve({theirs.fileno()}, {memory})"
         )
         self.process = subprocess.Popen(
