@@ -22,7 +22,6 @@ for task in 3m 2s3z 3s5z; do
     }
     run coppo_lstm --num-steps 100 --update-epochs $epochs --optimizer adam
     run mappo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
-    run ippo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4 --cell gru
     run coma --num-steps 50  # its actor takes one step a rollout, and has no memory
     $PYTHON benchmark/report.py "runs/coppo_lstm_$task" --tag rollout/battle_won \
         --out "docs/results/coppo_lstm_smax_$task" --command benchmark/coppo.sh \

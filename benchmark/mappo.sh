@@ -11,32 +11,17 @@ run() {  # script, number of seeds, id of the environment, folder of the runs, f
 }
 plot() { $PYTHON benchmark/report.py "runs/mappo_$1" --out "docs/results/mappo_$1" --command benchmark/mappo.sh "${@:2}"; }
 
-# the defaults of each script and one budget; returns are summed over the agents
-for script in ippo mappo coppo; do
-    for task in simple_spread_v3 simple_speaker_listener_v4 simple_reference_v3; do
-        run $script 5 mpe/$task runs/mappo_$task --total-timesteps 400000
-    done
-    # episodes of 50 steps whose only reward is at their end: smaller rollouts and a higher discount
-    run $script 5 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging --total-timesteps 400000 --num-envs 32 --num-steps 50 --gamma 0.99
-done
-# ippo_per_agent with the discount and the values of skrl, which were its defaults
-skrls=(--total-timesteps 400000 --gamma 0.99 --no-normalize-value)
-for task in simple_spread_v3 simple_speaker_listener_v4 simple_reference_v3; do
-    run ippo_per_agent 5 mpe/$task runs/mappo_$task "${skrls[@]}"
-done
-run ippo_per_agent 5 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging "${skrls[@]}" --num-envs 32 --num-steps 50
-run ippo_per_agent 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 "${skrls[@]}" --no-share-parameters
 # until the curves are flat
 for script in ippo mappo coppo; do
     run $script 3 mpe/simple_spread_v3 runs/mappo_spread_long --total-timesteps 5000000
     run $script 3 mpe/simple_speaker_listener_v4 runs/mappo_listener_long --total-timesteps 2000000
+    run $script 3 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 3000000
+    run $script 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging_long --total-timesteps 2000000
 done
-run mappo 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging_long --total-timesteps 2000000
 run mappo 1 lbf/Foraging-15x15-3p-5f-v3 runs/mappo_foraging_15x15 --total-timesteps 10000000 --num-envs 32 --num-steps 50 --gamma 0.99
 for script in ippo mappo; do
     run $script 3 rware/rware-tiny-2ag-easy-v2 runs/mappo_warehouse --total-timesteps 5000000 --num-envs 64 --num-steps 50 --gamma 0.99
 done
-run mappo 3 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 2000000
 # JaxMARL's rollouts, epochs, learning rate, gradients and layers for its battles; packages of their own: docs/environments.md
 battles=(--num-envs 128 --num-steps 128 --num-minibatches 4 --update-epochs 4 --gamma 0.99 --learning-rate 2e-3
     --critic-learning-rate 2e-3 --anneal-lr --ent-coef 0 --max-grad-norm 0.25 --actor-hidden-dim 128 --critic-hidden-dim 128
@@ -56,21 +41,13 @@ done
 for script in mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
 done
+run ippo_per_agent 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters --gamma 0.99 --no-normalize-value
 # the authors take ReLU for all of these tasks but simple_spread
 for script in mappo coppo; do
     run $script 5 mpe/simple_speaker_listener_v4 runs/mappo_relu --total-timesteps 400000 --activation relu
 done
 plot relu \
     --note "the defaults with \`--activation relu\`"
-# what the centralised critic is worth: IPPO with all of MAPPO's settings that it has
-same=(--total-timesteps 400000 --share-parameters --gamma 0.95 --num-envs 128 --num-steps 25 --num-minibatches 4 --update-epochs 10
-    --learning-rate 7e-4 --lr-schedule constant --value-clip-coef 0.2 --ent-coef 0.01 --max-grad-norm 10 --normalize-value)
-for task in simple_spread_v3 simple_speaker_listener_v4; do
-    run ippo_per_agent 5 mpe/$task runs/ippo_like_mappo "${same[@]}"
-done
-$PYTHON benchmark/report.py runs/ippo_like_mappo runs/mappo_simple_spread_v3/*__mappo__* runs/mappo_simple_speaker_listener_v4/*__mappo__* \
-    --out docs/results/mappo_critic \
-    --note "IPPO with all settings of MAPPO that it has, MAPPO with its defaults: they differ in the critic" --command benchmark/mappo.sh
 plot spread_long \
     --note "the defaults of each script"
 jaxmarls="JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers"
@@ -82,30 +59,23 @@ plot smax_bootstrap --tag rollout/battle_won \
 for name in listener_long foraging_long reference_long; do
     plot $name --note "the defaults of each script"
 done
-$PYTHON benchmark/report.py runs/mappo_simple_{spread_v3,speaker_listener_v4,reference_v3}/*__ippo__* --out docs/results/ippo_mpe --note "the defaults" \
-    --command benchmark/mappo.sh
 plot warehouse --note "64 environments, rollouts of 50 steps, discount 0.99"
 plot foraging_15x15 \
     --note "MAPPO with 32 environments, rollouts of 50 steps and a discount of 0.99; values with this discount and normalised rewards, QMIX with VDN's learning rate and target"
-plot simple_spread_v3 \
-    --note "the defaults of each script; \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`"
-plot simple_speaker_listener_v4 \
-    --note "the defaults of each script; \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`"
-plot simple_reference_v3 \
-    --note "the defaults of each script; \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`"
 plot simple_tag_v3 --tag rollout/ep_reward_agent_0 \
     --note "networks of their own for all agents (\`--no-share-parameters\`); \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`; the curve is a predator, the table the sum of all agents"
-plot foraging \
-    --note "32 environments, rollouts of 50 steps, discount 0.99; \`ippo_per_agent\` with \`--no-normalize-value\`"
 
 # recurrent; coppo_lstm with rollouts of the others' size, its default of 8 x 400 steps is for StarCraft
 recurrent() {  # number of seeds, id of the environment, folder of the runs, flags
-    run ippo_lstm "$1" "$2" "$3" --total-timesteps 400000 "${@:4}"
     run mappo_lstm "$1" "$2" "$3" --total-timesteps 400000 "${@:4}"
     if [[ "$*" != *--num-steps* ]]; then set -- "$@" --num-envs 128 --num-steps 25 --gamma 0.95; fi
     run coppo_lstm "$1" "$2" "$3" --total-timesteps 400000 "${@:4}" --num-minibatches 4 --gae-lambda 0.95 \
         --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4
 }
+for task in simple_speaker_listener_v4 simple_spread_v3; do
+    run ippo_lstm 3 mpe/$task runs/ippo_lstm_mpe --total-timesteps 400000
+done
+$PYTHON benchmark/report.py runs/ippo_lstm_mpe --out docs/results/ippo_lstm_mpe --note "the defaults" --command benchmark/mappo.sh
 recurrent 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener
 recurrent 3 mpe/simple_spread_v3 runs/mappo_lstm_spread
 recurrent 3 mpe/simple_reference_v3 runs/mappo_lstm_reference
@@ -113,8 +83,6 @@ recurrent 3 mpe/simple_tag_v3 runs/mappo_lstm_tag --no-share-parameters
 recurrent 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_lstm_foraging --num-envs 32 --num-steps 50 --gamma 0.99
 plot lstm_listener \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
-$PYTHON benchmark/report.py runs/mappo_lstm_{listener,spread}/*__ippo_lstm__* --out docs/results/ippo_lstm_mpe --note "the defaults" \
-    --command benchmark/mappo.sh
 plot lstm_spread \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
 plot lstm_reference \
@@ -126,11 +94,10 @@ plot lstm_foraging \
 
 # continuous actions; multiwalker's episodes are long and end by a fall: a higher discount, rollouts of 200 steps
 for script in ippo_continuous_action mappo_continuous_action; do
-    run $script 5 "mpe/simple_spread_v3?continuous_actions=True" runs/mappo_continuous_action_spread \
-        --total-timesteps 400000
-    run $script 3 pz/sisl/multiwalker_v9 runs/mappo_continuous_action_multiwalker --total-timesteps 400000 \
-        --num-envs 16 --num-steps 200 --gamma 0.99
+    run $script 5 "mpe/simple_spread_v3?continuous_actions=True" runs/mappo_continuous_action_spread --total-timesteps 400000
 done
+run mappo_continuous_action 3 pz/sisl/multiwalker_v9 runs/mappo_continuous_action_multiwalker --total-timesteps 400000 \
+    --num-envs 16 --num-steps 200 --gamma 0.99
 plot continuous_action_spread \
     --note "the defaults of each script"
 plot continuous_action_multiwalker \

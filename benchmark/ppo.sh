@@ -23,7 +23,7 @@ $PYTHON benchmark/report.py runs/ppo_shared --out docs/results/ppo_shared_cartpo
 
 # the write-up's MuJoCo table, 1M steps (there: v2 environments)
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_continuous_action.py" \
-    --env-ids HalfCheetah-v5 Walker2d-v5 Hopper-v5 --num-seeds 3 \
+    --env-ids HalfCheetah-v5 Walker2d-v5 Hopper-v5 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/ppo_continuous_action -- --total-timesteps 1000000
 plot() {  # environment, end of the figure's name
     $PYTHON benchmark/report.py runs/ppo_continuous_action/"$1"__* --out "docs/results/ppo_continuous_action_$2" \
@@ -42,7 +42,7 @@ $PYTHON benchmark/report.py runs/ppo_multidiscrete --out docs/results/ppo_multid
     --note "the defaults of each script" --command benchmark/ppo.sh
 
 # Connect Four against itself: the curve is the Elo of the matches
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids ConnectFour-v1 --num-seeds 1 \
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids ConnectFour-v1 --num-seeds 3 \
     --workers "$WORKERS" --runs-dir runs/ppo_selfplay
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_selfplay.py" --env-ids Othello-v1 --num-seeds 1 \
     --workers "$WORKERS" --runs-dir runs/ppo_selfplay_othello -- --bf16 on

@@ -43,13 +43,13 @@ README = {
     "vdn_spread_long": ("vdn qmix", ""),
     "mappo_listener_long": ("mappo coppo ippo", ""),
     "vdn_listener_long": ("qmix vdn", ""),
-    "mappo_foraging_long": ("mappo", ""),
+    "mappo_reference_long": ("mappo coppo ippo", ""),
+    "mappo_foraging_long": ("mappo coppo ippo", ""),
     "vdn_foraging_long": ("vdn qmix idqn", ""),
     "maddpg_multienvs_foraging_long": ("maddpg_multienvs", ""),
     "mappo_warehouse": ("mappo ippo", ""),
     "mappo_smax_long": ("ippo mappo coppo", ""),
     "vdn_smax_3m": ("vdn qmix idqn", ""),
-    "mappo_smax_2s3z": ("ippo mappo", ""),
 }
 README_START, README_END = (
     "<!-- made by benchmark/redraw.py of docs/results/data -->\n",
