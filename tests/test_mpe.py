@@ -243,7 +243,7 @@ def test_one_environment_ends_alone():
     """The other environments' rows of the final entries are zero, and their episodes and streams go on untouched."""
     staggered, plain = (make("mpe/simple_tag_v3", 3) for _ in range(2))
     staggered.reset(seed=3), plain.reset(seed=3)
-    staggered.stats.lengths[1] = 20  # as if it had started earlier
+    staggered.statistics.lengths[1] = 20  # as if it had started earlier
     rng = np.random.default_rng(0)
     for step in range(1, 26):
         action = random_actions(plain, rng)
