@@ -338,7 +338,7 @@ def test_a_reward_of_an_agent_in_a_particle_environment_that_is_none_ends_the_ru
 
     monkeypatch.setattr(Spread, "reward", sick)
     with pytest.raises(NonFiniteError, match=r"^the reward of agent 2 is nan in environment 1 at step 68; "):
-        ippo.main(ippo.Args(runs_dir=str(tmp_path), total_timesteps=400, num_envs=4, num_minibatches=1))
+        ippo.main(ippo.Args(runs_dir=str(tmp_path), total_timesteps=400, num_envs=4, num_steps=20, num_minibatches=1))
 
 
 def test_environments_without_statistics_of_episodes_are_all_suspects():
