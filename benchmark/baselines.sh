@@ -5,10 +5,12 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
 # value decomposition with the defaults of each script
-for script in vdn qmix idqn qtran; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir runs/vdn_spread_long -- --total-timesteps 2000000
-done
+spread() {  # script, number of seeds, folder of the runs, flags
+    $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
+        --env-ids mpe/simple_spread_v3 --runs-dir "runs/$3" -- "${@:4}"
+}
+for script in vdn qmix idqn; do spread $script 3 vdn_spread_long --total-timesteps 2000000; done
+spread qtran 1 vdn_spread_long --total-timesteps 2000000
 $PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script" \
     --command benchmark/baselines.sh
 # where rewards are rare: rewards normalised, as in EPyMARL
@@ -42,44 +44,20 @@ $PYTHON benchmark/report.py runs/vdn_smax_2s3z --tag rollout/battle_won --out do
     --note "a discount of 0.99 and batches of 32 episodes; QMIX with VDN's learning rate and target" --command benchmark/baselines.sh
 $PYTHON benchmark/report.py runs/vdn_smax_3m --tag rollout/battle_won --out docs/results/vdn_smax_3m \
     --note "a discount of 0.99 and batches of 32 episodes; QMIX with VDN's learning rate and target" --command benchmark/baselines.sh
-for script in vdn_lstm qmix_lstm; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir runs/vdn_lstm_simple_spread -- --total-timesteps 400000
-done
 
 # the matrix game of QTRAN's paper, and those of CoPPO's
 $PYTHON benchmark/qtran_matrix.py --out docs/results --seeds 10
 
 # critics of all agents' actions
-for script in masac facmac dop; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir runs/masac_spread_long -- --total-timesteps 500000 --gamma 0.95
-done
+for script in masac facmac dop; do spread $script 1 masac_spread_long --total-timesteps 500000 --gamma 0.95; done
 $PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long --command benchmark/baselines.sh \
     --note "the defaults of each script, and a discount of 0.95 for DOP"
-for gamma in 0.95 0.99; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/coma.py" --num-seeds 1 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir "runs/coma_spread_long/$gamma" -- --total-timesteps 1000000 --gamma $gamma
-done
+for gamma in 0.95 0.99; do spread coma 1 coma_spread_long/$gamma --total-timesteps 1000000 --gamma $gamma; done
 $PYTHON benchmark/report.py runs/coma_spread_long --out docs/results/coma_spread_long --command benchmark/baselines.sh \
     --note "the defaults but for the discount"
-for script in coma coma_lstm; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_spread_v3 --runs-dir runs/coma_simple_spread -- --total-timesteps 400000
-done
-for script in masac facmac; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/${script}_continuous_action.py" --num-seeds 5 \
-        --workers "$WORKERS" --env-ids "mpe/simple_spread_v3?continuous_actions=True" \
-        --runs-dir runs/masac_continuous_spread -- --total-timesteps 400000
-done
 
-# MADDPG where a reward is rare: rewards normalised, logits regularised as in the original and ten times as much
-for reg in 0 0.001 0.01; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_foraging \
-        -- --total-timesteps 400000 --gamma 0.99 --normalize-reward --reg $reg
-done
-$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
+# MADDPG where a reward is rare: rewards normalised, logits regularised ten times as much as in the original
+$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 2 --workers "$WORKERS" \
     --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_foraging_long -- --total-timesteps 1000000 --gamma 0.99 \
     --normalize-reward --reg 0.01 --batch-size 32 --actor-hidden-dim 128 --learning-rate-actor 5e-4 --learning-rate-critic 5e-4
 $PYTHON benchmark/report.py runs/maddpg_foraging_long --out docs/results/maddpg_multienvs_foraging_long --command benchmark/baselines.sh \

@@ -13,16 +13,16 @@ $PYTHON benchmark/matrix_games.py --out docs/results --seeds 30 --workers "$WORK
 # a rollout are 32 x 100 instead of 8 x 400, which takes half the time (a battle lasts 101 steps at most)
 common=(--gamma 0.99 --num-envs 32 --total-timesteps 300000)
 clipped=(--gae-lambda 0.9 --num-steps 100 --num-minibatches 1 --learning-rate 5e-4)
-for task in 3m 2s3z 3s5z; do
-    epochs=10
-    if [ $task = 2s3z ]; then epochs=15; fi
-    run() {  # script, flags
-        $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds 5 --workers "$WORKERS" \
-            --env-ids "smax/$task" --runs-dir "runs/coppo_lstm_$task" -- "${common[@]}" "${@:2}"
+for task in 3m 2s3z; do
+    epochs=10 coma_seeds=5
+    if [ $task = 2s3z ]; then epochs=15 coma_seeds=3; fi
+    run() {  # script, number of seeds, flags
+        $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
+            --env-ids "smax/$task" --runs-dir "runs/coppo_lstm_$task" -- "${common[@]}" "${@:3}"
     }
-    run coppo_lstm --num-steps 100 --update-epochs $epochs --optimizer adam
-    run mappo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
-    run coma --num-steps 50  # its actor takes one step a rollout, and has no memory
+    run coppo_lstm 5 --num-steps 100 --update-epochs $epochs --optimizer adam
+    run mappo_lstm 5 --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
+    run coma $coma_seeds --num-steps 50  # its actor takes one step a rollout, and has no memory
     $PYTHON benchmark/report.py "runs/coppo_lstm_$task" --tag rollout/battle_won \
         --out "docs/results/coppo_lstm_smax_$task" --command benchmark/coppo.sh \
         --note "the settings of the paper's appendix C.2 with Adam, $epochs epochs; COMA with its own"

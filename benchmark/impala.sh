@@ -47,7 +47,3 @@ $PYTHON benchmark/report.py runs/impala_breakout --out docs/results/impala_atari
 game SpaceInvaders-v5 impala_spaceinvaders 1 --bf16 on
 $PYTHON benchmark/report.py runs/impala_spaceinvaders --out docs/results/impala_atari_envpool_spaceinvaders \
     --note "the shallow network, batches of 8 unrolls of 16 environments, the paper's entropy bonus" --command benchmark/impala.sh
-
-# days on two cores; hours with a GPU: --num-actors 8 --device cuda
-$PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 SpaceInvaders-v5 Qbert-v5 \
-    --num-seeds 3 --workers 1 --runs-dir runs/impala_atari -- --num-actors 0

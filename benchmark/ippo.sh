@@ -1,12 +1,10 @@
 #!/usr/bin/env bash
-# What the pages of ippo and ippo_per_agent report: every trial, then the curve. Finished trials are skipped.
+# What the page of ippo_per_agent reports: every trial, then the curve. Finished trials are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 
-# 5 seeds, beside a random policy: the defaults of ippo, and those that ippo_per_agent had (ent_coef tuned: see its page)
-$PYTHON benchmark/run.py --command "python cleanmarl/ippo.py" --env-ids mpe/simple_spread_v3 --num-seeds 5 \
-    --workers "$WORKERS" --runs-dir runs/ippo
+# the defaults that ippo_per_agent had (ent_coef tuned: see its page); ippo.py is in benchmark/mappo.sh
 $PYTHON benchmark/run.py --command "python cleanmarl/ippo_per_agent.py" --env-ids mpe/simple_spread_v3 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/ippo_per_agent -- --gamma 0.99 --no-normalize-value
 $PYTHON benchmark/report.py runs/ippo_per_agent --out docs/results/ippo_per_agent_simple_spread \

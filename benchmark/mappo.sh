@@ -35,7 +35,7 @@ run mappo 1 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles
 run mappo 1 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 # with the bootstrap at the time limit half of the teams learn to run away
 for script in mappo coppo; do
-    run $script 3 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
+    run $script 1 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
 done
 # predators and prey have nothing in common to share; the curve is that of a predator
 for script in mappo coppo; do

@@ -60,14 +60,10 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env
 $PYTHON benchmark/report.py runs/ppo_atari_envpool_pong --unfinished --out docs/results/ppo_atari_envpool_pong \
     --note "the settings of CleanRL's \"Pong in 5 minutes\"" --command benchmark/ppo.sh
 # CleanRL's defaults: many hours of a core for a seed
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 2 \
-    --workers "$WORKERS" --runs-dir runs/ppo_breakout -- --bf16 on
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 1 \
+    --workers 1 --runs-dir runs/ppo_breakout -- --bf16 on
 $PYTHON benchmark/report.py runs/ppo_breakout --out docs/results/ppo_atari_envpool_breakout \
     --note "CleanRL's defaults, 10,000,000 steps, with \`--bf16 on\`" --command benchmark/ppo.sh
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari.py" --env-ids ALE/Breakout-v5 --num-seeds 3 \
-    --workers "$WORKERS" --runs-dir runs/ppo_atari
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_lstm.py" --env-ids ALE/Breakout-v5 --num-seeds 3 \
-    --workers "$WORKERS" --runs-dir runs/ppo_atari_lstm
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_procgen.py" --env-ids StarpilotEasy-v0 --num-seeds 1 \
     --workers 1 --runs-dir runs/ppo_procgen_starpilot -- --total-timesteps 1000000
 $PYTHON benchmark/report.py runs/ppo_procgen_starpilot --out docs/results/ppo_procgen_starpilot \

@@ -8,8 +8,8 @@ coppo_matrix_opponents_final.csv (the tables), from which redraw.py draws OUT/qt
 figures of benchmark/matrix_games.py.
 
 All seeds of a script learn side by side: `torch.func.vmap` applies the script's own functions to stacked parameters. A
-game is one step, so a target is the reward, and a batch is drawn from all plays so far. DOP, which has an actor and
-latest plays besides, is run as it is, one seed after the other.
+game is one step, so a target is the reward, and a batch is drawn from all plays so far. DOP, FACMAC and MASAC, which
+have actors besides, are run as they are, one seed after the other.
 
 QTRAN's game is played with full exploration, as in the paper: 20,000 plays. CoPPO's are played with the settings of its
 appendix C.1, as in matrix_games.py, and eight updates for each 20 plays, as many as the others have epochs.
@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleanmarl import dop, idqn, qmix, qtran, vdn
+from cleanmarl import dop, facmac, idqn, masac, qmix, qtran, vdn
 from cleanmarl.envs import make
 
 import numpy as np
@@ -31,14 +31,16 @@ from matrix_games import GAMES, binned, curve, run_path, table_row
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPTS = {"IDQN": idqn, "VDN": vdn, "QMIX": qmix, "QTRAN": qtran}
-OPPONENTS = [*SCRIPTS, "DOP"]  # in CoPPO's games
+ACTORS = {"DOP": dop, "FACMAC": facmac, "MASAC": masac}
+OPPONENTS = [*SCRIPTS, *ACTORS]  # in CoPPO's games
 DECOMPOSE = ["VDN", "QMIX", "QTRAN"]  # those that have joint values
 UPDATES = 8  # for each round of plays
 COPPOS = {"hidden_dim": 18, "learning_rate": 5e-4, "optimizer": "RMSprop", "num_envs": 20, "total_timesteps": 10_000}
 COPPOS |= {"epsilon_start": 0.9, "epsilon_end": 0.02, "epsilon_timesteps": 6000}
-DOPS = {key: x for key, x in COPPOS.items() if key not in ("hidden_dim", "learning_rate", "optimizer")}
-DOPS |= {"actor_hidden_dim": 18, "critic_hidden_dim": 72, "learning_rate_actor": 5e-4, "learning_rate_critic": 5e-4}
-DOPS |= {"on_policy_episodes": 20, "epochs": UPDATES, "log_every": 20}
+WITH_ACTORS = {"actor_hidden_dim": 18, "critic_hidden_dim": 72, "learning_rate_actor": 5e-4, "learning_rate_critic": 5e-4}
+WITH_ACTORS |= {"num_envs": 20, "total_timesteps": 10_000, "epochs": UPDATES, "log_every": 20}
+DOPS = {"epsilon_start": 0.9, "epsilon_end": 0.02, "epsilon_timesteps": 6000, "on_policy_episodes": 20}
+OWN = {"DOP": DOPS, "FACMAC": {"batch_size": 128}, "MASAC": {"batch_size": 128}}  # the others sample their policies
 QTRANS = {"learning_rate": 1e-3, "num_envs": 32, "total_timesteps": 20_000, "epsilon_start": 1.0, "epsilon_end": 1.0}
 
 
@@ -142,13 +144,14 @@ def train(script, game: str, seeds, settings: dict) -> tuple[Learner, dict, np.n
     return learner, parameters, rewards.reshape(S, -1, N).mean(-1)
 
 
-def train_dop(game: str, seeds) -> np.ndarray:
-    """Mean rewards (seeds, rounds) of runs of dop.py."""
-    rewards = []
+def train_actors(name: str, game: str, seeds) -> np.ndarray:
+    """Mean rewards (seeds, rounds) of runs of a script with actors."""
+    script, settings, rewards = ACTORS[name], WITH_ACTORS | OWN[name], []
     for seed in seeds:
         with tempfile.TemporaryDirectory() as tmp:
-            args = dop.Args(env_id=f"matrix/{game}", seed=seed, runs_dir=tmp, eval_steps=10**9, eval_episodes=0, **DOPS)
-            events = EventAccumulator(str(dop.main(args)), size_guidance={"scalars": 0})
+            settings |= {"env_id": f"matrix/{game}", "seed": seed, "runs_dir": tmp}
+            folder = script.main(script.Args(eval_steps=10**9, eval_episodes=0, **settings))
+            events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
             events.Reload()
             rewards.append([event.value / 4 for event in events.Scalars("rollout/ep_reward")])  # the sum of four agents
     return np.array(rewards)
@@ -177,8 +180,8 @@ def run(game: str, name: str, args: Args) -> None:
     path, seeds = run_path(args.runs_dir, game, name), range(1, args.seeds + 1)
     if path.exists():
         return
-    if name == "DOP":
-        np.savez_compressed(path, reward=train_dop(game, seeds))
+    if name in ACTORS:
+        np.savez_compressed(path, reward=train_actors(name, game, seeds))
         return
     learner, parameters, rewards = train(SCRIPTS[name], game, seeds, QTRANS if game == "qtran" else COPPOS)
     results = {"reward": rewards}
