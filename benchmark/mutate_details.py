@@ -274,6 +274,8 @@ MUTATIONS = [
     ("recurrent-1", "vdn_lstm", "memory[termination | truncation] = 0", "pass"),
     ("recurrent-1", "qmix_lstm", 'memory[~info["agent_mask"]] = 0  #', "pass  #"),
     ("recurrent-1", "qmix_lstm", "memory[termination | truncation] = 0", "pass"),
+    ("recurrent-3", "vdn_lstm", "[batch.obs, last_action], dim=-1)", "[batch.obs, 0 * last_action], dim=-1)"),
+    ("recurrent-3", "qmix_lstm", "[batch.obs, last_action], dim=-1)", "[batch.obs, 0 * last_action], dim=-1)"),
     ("impala-1", "impala", "torch.from_numpy(logits).log_softmax(-1)", "torch.from_numpy(0 * logits).log_softmax(-1)"),
     ("impala-2", "impala", "error[t] += decay[t] * error[t + 1]", "pass"),
     ("impala-2", "impala", "return_ = value + error", "return_ = error"),

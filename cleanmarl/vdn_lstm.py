@@ -1,11 +1,11 @@
 """VDN as in vdn.py, but the network is recurrent: it remembers what an agent no longer observes, as in the paper.
 
-A network values every action of an agent, given what the agent has observed. The sum over the living agents of the
-values of their actions learns the team's return by temporal differences, from whole episodes of a replay buffer, with a
-target network: the gradient of the sum tells each agent what it contributed. A sum is largest where each of its terms
-is, so every agent finds its part of the best joint action alone. All agents have one network, which tells them apart by
-a one-hot id. Where rewards are individual, the team learns the mean of those of its living agents. Batches are whole
-episodes, which both networks replay from the first observation on, and gradients go back to it.
+A network values every action of an agent, given what the agent has observed and done. The sum over the living agents of
+the values of their actions learns the team's return by temporal differences, from whole episodes of a replay buffer,
+with a target network: the gradient of the sum tells each agent what it contributed. A sum is largest where each of its
+terms is, so every agent finds its part of the best joint action alone. All agents have one network, which tells them
+apart by a one-hot id. Where rewards are individual, the team learns the mean of those of its living agents. Batches are
+whole episodes, which both networks replay from the first observation on, and gradients go back to it.
 
 An environment that ends an episode starts the next one at once, with an empty memory, while the others go on with
 theirs: none of them waits, and none sees another's memory.
@@ -30,6 +30,7 @@ from cleanmarl.run import EVAL_SEED, Run, check_replay_size
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from annotated_types import Interval
 
 
@@ -97,27 +98,27 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
 
 
 class Agent(nn.Module):
-    """The values of all agents' actions: one network that sees an agent's observations, one by one, and its id."""
+    """The values of all agents' actions: one network that sees what an agent has observed and done, and its id."""
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
         A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
-        obs_size = envs.single_observation_space.shape[-1] + (A if args.agent_ids else 0)
+        self.num_actions, obs_size = K, envs.single_observation_space.shape[-1] + K + (A if args.agent_ids else 0)
         layers = [AgentIds(A) if args.agent_ids else nn.Identity(), nn.Linear(obs_size, hidden), nn.ReLU()]
         for _ in range(args.num_layers):
             layers += [Recurrent.CELLS[args.cell](1, hidden, hidden)]
         self.q_network = Recurrent(*layers, nn.Linear(hidden, K))
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it
 
-    def values(self, obs: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-        """Values (B, T, A, K) of all actions, legal or not, of episodes from their first step on.
-
-        obs (B, T, A, D), alive (B, T, A) bool: the memory of the dead is empty.
-        """
-        B, T, A, _ = obs.shape
-        memory, forget = obs.new_zeros(B, A, self.q_network.memory_size), ~alive.swapaxes(0, 1).flatten(0, 1)
-        q, _ = self.q_network(obs.swapaxes(0, 1).flatten(0, 1), memory, forget, last=True)  # (T * B, A, K)
-        return q.unflatten(0, (T, B)).swapaxes(0, 1)
+    def values(self, batch: "Batch") -> torch.Tensor:
+        """Values (B, T + 1, A, K) of all actions, legal or not; what the dead have seen and done is forgotten."""
+        B, A = len(batch.obs), batch.obs.shape[2]
+        done = F.one_hot(batch.action, self.num_actions) * batch.alive[:, :-1, :, None]
+        last_action = F.pad(done, (0, 0, 0, 0, 1, 0))  # (B, T + 1, A, K): none before the first step
+        x = torch.cat([batch.obs, last_action], dim=-1)  # detail recurrent-3: they see what they did last
+        memory, forget = x.new_zeros(B, A, self.q_network.memory_size), ~batch.alive.swapaxes(0, 1).flatten(0, 1)
+        q, _ = self.q_network(x.swapaxes(0, 1).flatten(0, 1), memory, forget, last=True)  # ((T + 1) * B, A, K)
+        return q.unflatten(0, (-1, B)).swapaxes(0, 1)
 
     def mix(self, q: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """The team's value (B, T, 1) of a joint action, of whose parts q (B, T, A) those of the dead count nothing."""
@@ -132,8 +133,8 @@ def act(q: np.ndarray, action_mask: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def first_memory(agent: Agent, num_envs: int, num_agents: int) -> np.ndarray:
-    """What the network remembers before anything was seen, (N, A, memory size)."""
-    return np.zeros((num_envs, num_agents, agent.q_network.memory_size), np.float32)
+    """Of each agent its last action and what the network remembers, (N, A, K + S), before anything was seen or done."""
+    return np.zeros((num_envs, num_agents, agent.num_actions + agent.q_network.memory_size), np.float32)
 
 
 def make_policy(agent: Agent, greedy: bool = True):
@@ -141,16 +142,18 @@ def make_policy(agent: Agent, greedy: bool = True):
 
     There is no other way to play without exploration, so `greedy` makes no difference.
     """
-    q_network, memory = as_numpy(agent.q_network), None
+    q_network, K, memory = as_numpy(agent.q_network), agent.num_actions, None
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
         nonlocal memory
         if done.all():  # at the beginning, when the number of environments may be another one
             memory = first_memory(agent, *obs.shape[:2])
         memory[done] = 0
-        q, memory = q_network(obs, memory)
+        q, state = q_network(np.concatenate([obs, memory[..., :K]], axis=-1), memory[..., K:])
+        action = np.where(info["action_mask"], q, -np.inf).argmax(-1)
+        memory = np.concatenate([np.eye(K, dtype=np.float32)[action], state], axis=-1)
         memory[~info["agent_mask"]] = 0
-        return np.where(info["action_mask"], q, -np.inf).argmax(-1)
+        return action
 
     return policy
 
@@ -259,10 +262,11 @@ def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run, epsilon: float):
     """Play on to the next multiple of N episodes, from `now`, (obs, info, memory) before it; returns those after it."""
     q_network, num_episodes = as_numpy(agent.q_network), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
-    obs, info, memory = now
+    (obs, info, memory), K = now, agent.num_actions
     while run.num_episodes < num_episodes:
-        q, memory = q_network(obs, memory)
+        q, state = q_network(np.concatenate([obs, memory[..., :K]], axis=-1), memory[..., K:])
         action = act(q, info["action_mask"], epsilon)
+        memory = np.concatenate([np.eye(K, dtype=np.float32)[action], state], axis=-1)
         next_obs, reward, termination, truncation, next_info = envs.step(action)
         buffer.add(obs, info, action, reward, termination, truncation, next_info)
         memory[~info["agent_mask"]] = 0  # detail recurrent-1: the dead forget, and an episode begins with nothing
@@ -281,7 +285,7 @@ def td_targets(q: torch.Tensor, target_agent: Agent, batch: Batch, args: Args) -
     r + gamma Q'(s', a'), where a' are the best legal actions. With lambda > 0, Peng's Q(lambda): of this Q' the share
     lambda is replaced by the target of the next step, as long as there is one.
     """
-    target_q = target_agent.values(batch.obs, batch.alive)
+    target_q = target_agent.values(batch)
     chooser = q if args.double_q else target_q  # detail vdn-3: double Q-learning
     best = chooser.masked_fill(~batch.action_mask, -torch.inf).argmax(-1, keepdim=True)
     following = target_agent.mix(target_q.gather(-1, best).squeeze(-1), batch.alive)[:, 1:]
@@ -302,7 +306,7 @@ def value_loss(agent: Agent, q: torch.Tensor, batch: Batch, target: torch.Tensor
 
 def update(agent: Agent, target_agent: Agent, optimizer, batch: Batch, args: Args) -> dict[str, torch.Tensor]:
     """One step of the network."""
-    q = agent.values(batch.obs, batch.alive)
+    q = agent.values(batch)
     target = td_targets(q.detach(), target_agent, batch, args)
     loss = value_loss(agent, q, batch, target)
     optimizer.zero_grad()

@@ -123,6 +123,7 @@ DETAILS = {
     "dop-6": "A share of uniformly random actions is part of the policy",
     "recurrent-1": "Memories are emptied where an episode begins and when an agent comes back to life",
     "recurrent-2": "Sequences are replayed from the states that were stored at their start",
+    "recurrent-3": "Agents see what they did last beside what they observe",
     "maddpg-1": "Critics see all, actors what their agent observes",
     "maddpg-2": "Gumbel-softmax: hard samples act and train the critics, soft ones train the actor",
     "maddpg-3": "The others' actions in the actor's loss are those of the buffer",

@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import cleanmarl
 from cleanmarl import ppo_multidiscrete, ppo_multidiscrete_mask
@@ -213,8 +214,8 @@ def test_an_edited_copy_without_ratios_acts_as_it_learns_trains_what_is_new_and_
     with torch.no_grad():
         for t in range(25):
             acted.append(policy(obs[:, t], {"action_mask": mask, "agent_mask": mask[..., 0]}, done & (t == 0)))
-        learned = what_the_loss_sees(agent, torch.from_numpy(obs))
-    acted = np.stack(acted, 1)
+        acted = np.stack(acted, 1)
+        learned = what_the_loss_sees(agent, torch.from_numpy(obs), torch.from_numpy(acted))
     if acted.dtype == np.float32:
         np.testing.assert_allclose(acted, learned, atol=1e-5)
     else:
@@ -263,15 +264,16 @@ def test_a_critic_learns_beside_a_frozen_actor(script, tmp_path, monkeypatch):
     assert {value for _, value in scalars(folder)["train/actor_gradients"]} == {0}
 
 
-def what_the_loss_sees(agent, obs):
-    """Logits or actions (N, T, A, K) of observations (N, T, A, D), episodes of T steps, as the loss has them."""
+def what_the_loss_sees(agent, obs, acted):
+    """Logits or actions (N, T, A, K) of episodes of T steps as the loss has them; obs (N, T, A, D), actions taken."""
     mask = torch.ones(*obs.shape[:3], 5, dtype=torch.bool)
     if hasattr(agent, "action"):
         return (agent.action(obs) + 1) / 2  # the units of the environment
     if hasattr(agent, "normal"):
         return (agent.normal(agent.actor(obs))[0].tanh() + 1) / 2
     if hasattr(agent, "q_network"):
-        return agent.values(*((obs, mask.any(-1)) if hasattr(agent.q_network, "memory_size") else (obs,)))
+        batch = SimpleNamespace(obs=obs, alive=mask.any(-1), action=acted[:, :-1])
+        return agent.values(batch if hasattr(agent.q_network, "memory_size") else obs)
     if hasattr(agent, "share_parameters"):  # COMA's rows, step after step
         memory = [torch.zeros(len(obs), 3, agent.actor.memory_size)] if hasattr(agent.actor, "memory_size") else []
         rows = (x.swapaxes(0, 1).flatten(0, 1) for x in (obs, mask))

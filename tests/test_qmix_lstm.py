@@ -6,7 +6,10 @@ import pytest
 import torch
 from test_value_family import assert_same_update
 from test_vdn import assert_agents_find_the_best_joint_action, assert_targets_are_their_definition, case, values
-from test_vdn_lstm import assert_memories_are_those_of_the_living
+from test_vdn_lstm import (
+    assert_memories_are_those_of_the_living,
+    assert_what_an_agent_did_tells_on_its_own_next_values_alone,
+)
 
 
 def test_agents_find_the_best_joint_action():
@@ -16,6 +19,11 @@ def test_agents_find_the_best_joint_action():
 # proves recurrent-1
 def test_memories_are_those_of_the_living_and_of_the_episodes_under_way():
     assert_memories_are_those_of_the_living(qmix_lstm)
+
+
+# proves recurrent-3
+def test_what_an_agent_did_tells_on_its_own_next_values_alone():
+    assert_what_an_agent_did_tells_on_its_own_next_values_alone(qmix_lstm)
 
 
 @pytest.mark.parametrize("td_lambda", [0.0, 0.6])

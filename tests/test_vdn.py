@@ -40,8 +40,7 @@ def played(script, envs, args, num_episodes=12, epsilon=0.5):
 
 def values(agent, batch):
     """Values (B, T + 1, A, K), of a recurrent agent too."""
-    recurrent = hasattr(agent.q_network, "memory_size")
-    return agent.values(*((batch.obs, batch.alive) if recurrent else (batch.obs,)))
+    return agent.values(batch if hasattr(agent.q_network, "memory_size") else batch.obs)
 
 
 def case(script=vdn, env=None, num_episodes=12, **changes):
