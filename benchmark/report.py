@@ -26,6 +26,7 @@ import ast
 import json
 import re
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
 def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -> pd.DataFrame:
     """All finished runs below `paths` as one tidy table; runs left out are named on stderr."""
     folders = sorted({file.parent for path in paths for file in path.rglob("args.json")})
-    tables, seen = [], set()
+    tables, seen, sources = [], set(), defaultdict(set)
     for folder in folders:
         if not (unfinished or (folder / "done.json").exists()):
             print(f"left out, unfinished: {folder}", file=sys.stderr)
@@ -181,6 +182,10 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
             sys.exit(f"two runs of {key}: {folder} is the second; pass one of them")
         seen.add(key)
         tables.append(table)
+        sources[key[:-1]].update(script.read_text() for script in folder.glob(f"{table.script[0]}.py"))
+    for curve, versions in sources.items():
+        if len(versions) > 1:
+            print(f"one curve of {len(versions)} versions of {curve[1]}.py: {curve}", file=sys.stderr)
     if not tables:
         sys.exit(f"no finished run with {metrics[0]} in {', '.join(map(str, paths))}")
     return pd.concat(tables, ignore_index=True)

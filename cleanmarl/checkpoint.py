@@ -79,6 +79,14 @@ def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
             ) from error
 
 
+def not_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> list[torch.Tensor]:
+    """Parameters that the optimizer learns and none of the modules has, not even one of which they are views."""
+    parameters = (p for module in modules.values() if isinstance(module, torch.nn.Module) for p in module.parameters())
+    held = {p.untyped_storage().data_ptr() for p in parameters}
+    learned = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in learned if p.untyped_storage().data_ptr() not in held]
+
+
 def not_finite(x: Any, name: str) -> str | None:
     """The name of the first part of nested dicts, lists and tensors with a number that is NaN or infinite, or None."""
     if isinstance(x, torch.Tensor) and x.is_floating_point():

@@ -354,11 +354,13 @@ def parse(args_class: type, argv: list[str], script: str) -> Any:
     args = read_flags(args_class, argv)
     if args.resume is None:
         return args
-    stored = load_args(args_class, run_folder(args.resume), script)
+    folder = run_folder(args.resume)
+    stored, given = load_args(args_class, folder, script), read_run(folder)["args"]
     args = read_flags(args_class, argv, default=stored)
     for field in dataclasses.fields(args):
         new, old = getattr(args, field.name), getattr(stored, field.name)
-        message = f"{flag(field.name)} {new} would change the learning of the run to resume, which has {old}"
+        has = f"has {old}" if field.name in given else f"was begun without it, as {old}"
+        message = f"{flag(field.name)} {new} would change the learning of the run to resume, which {has}"
         check(new == old or field.name in RESUME_MAY_CHANGE, message)
     return args
 

@@ -122,6 +122,8 @@ class RunningMeanStd(nn.Module):
     @torch.no_grad()
     def update(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> None:
         """Take in samples x (R, A, D); weight (R, A, 1) is 1 for those that count and 0 for those of dead agents."""
+        if x.ndim != 3:
+            raise ValueError(f"samples are (R, A, D), not {tuple(x.shape)}: of numbers (R,) give x[:, None, None]")
         weight = x.new_ones(*x.shape[:2], 1) if weight is None else weight
         axes = (0, 1) if len(self.mean) == 1 else (0,)
         count = weight.sum(axes).view(-1, 1)  # (M, 1)
@@ -332,6 +334,7 @@ class Networks:
 
         networks = Networks(agent, M)  # after agent.to(device)
         optimizer = torch.optim.Adam([{"params": networks[m], "lr": learning_rate[m]} for m in range(M)])
+        optimizer.zero_grad()
         loss.backward()
         networks.take_gradients(active=[2])  # the others keep their weights, and Adam its moments and steps of them
         optimizer.step()
@@ -353,10 +356,15 @@ class Networks:
         return self.views[m] if m > 0 else [*self.views[m], *self.shared]
 
     def take_gradients(self, active: Collection[int]) -> None:
-        """Give the networks in `active` the gradients of the module, and the others none: they are left alone."""
+        """Give the networks in `active` the gradients of the module, and the others none: they are left alone.
+
+        The module keeps none of its stacks, which the optimizer's zero_grad() would not know of.
+        """
         for m, views in enumerate(self.views):
             for p, view in zip(self.stacked, views):
                 view.grad = p.grad.chunk(len(self))[m] if m in active and p.grad is not None else None
+        for p in self.stacked:
+            p.grad = None
         if 0 not in active:
             for p in self.shared:
                 p.grad = None

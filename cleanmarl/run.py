@@ -38,6 +38,7 @@ from cleanmarl.checkpoint import (
     load_checkpoint,
     load_states,
     not_finite,
+    not_held,
     random_state,
     same_random_state,
     set_random_state,
@@ -51,6 +52,7 @@ from cleanmarl.folder import EventFile, as_table, copy_file, git_commit, lock_fo
 from cleanmarl.machine import too_large
 
 import numpy as np
+import torch
 import torch.nn as nn
 from tqdm import tqdm
 
@@ -97,6 +99,9 @@ class Run:
             check(
                 bad is None, f"{bad} is not finite; persistent=False keeps a buffer, as of a mask, out of checkpoints"
             )
+            for p in not_held(module, modules) if isinstance(module, torch.optim.Optimizer) else ():
+                hint = "give Run its module, too: Run(args, __file__, agent=agent, predictor=predictor, ...)"
+                raise UsageError(f"{name} learns a parameter {tuple(p.shape)} that no checkpoint would hold; {hint}")
         with ExitStack() as on_error:  # what could not begin leaves no new folder and no lock
             if args.resume is None:
                 self._make_folder(on_error)

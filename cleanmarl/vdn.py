@@ -116,7 +116,7 @@ class Agent(nn.Module):
 def act(q: np.ndarray, action_mask: np.ndarray, epsilon: float) -> np.ndarray:
     """Actions (N, A): the most valuable legal ones, the share `epsilon` of them any legal ones; q, mask (N, A, K)."""
     explores = torch.rand(q.shape[:2]).numpy() < epsilon
-    preferred = np.where(explores[..., None], torch.rand(q.shape).numpy(), q)  # detail vdn-2: epsilon-greedy
+    preferred = np.where(explores[..., None], torch.rand(action_mask.shape).numpy(), q)  # detail vdn-2: epsilon-greedy
     return np.where(action_mask, preferred, -np.inf).argmax(-1)
 
 

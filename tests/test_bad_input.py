@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import typing
@@ -110,6 +111,7 @@ def refused(tmp_path, monkeypatch, capfd):
             "has discrete actions and this script needs continuous ones: try the script without _continuous_action",
         ),
         ("ippo", "--env-id mpee/simple_spread_v3", "did you mean mpe/simple_spread_v3?"),
+        ("ippo", "--env-id simple_spread_v3", "did you mean mpe/simple_spread_v3?"),
         ("ippo", "--env-id nowhere/nothing", "multi-agent ids are family/name"),
         ("ippo", "--env-id CartPole-v1", "multi-agent ids are family/name"),
         # spaces
@@ -604,6 +606,16 @@ def test_resume_of_damaged_folders(runs, tmp_path, refused):
     assert "checkpoint.pt is damaged" in refused("ppo", "--resume", folder)
     (folder / "args.json").write_text(json.dumps(meta | {"args": meta["args"] | {"flag_of_old": 1}}))
     assert "is a run of another version of ppo.py" in refused("ppo", "--resume", folder)
+
+
+def test_a_flag_that_the_run_was_begun_without(runs, tmp_path, refused):
+    folder = tmp_path / "run"
+    shutil.copytree(runs["ppo"], folder)
+    meta = json.loads((folder / "args.json").read_text())
+    del meta["args"]["gamma"]  # as of a script to which the flag was added since
+    (folder / "args.json").write_text(json.dumps(meta))
+    line = "--gamma 0.5 would change the learning of the run to resume, which was begun without it, as 0.99"
+    assert line in refused("ppo", "--resume", folder, "--gamma", "0.5")
 
 
 def test_what_resume_may_change(runs, tmp_path, monkeypatch):

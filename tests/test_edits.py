@@ -350,6 +350,13 @@ def test_what_is_left_out_of_the_optimizer_would_be_noticed(tmp_path):
     assert torch.equal(trained["predictor.weight"], start["predictor.weight"])
 
 
+@pytest.mark.parametrize("script", ["idqn", "vdn", "qmix", "qtran", "vdn_lstm", "qmix_lstm"])
+def test_one_value_for_all_actions_ends_the_run(script, tmp_path):
+    module = copy_of(script, [(r"nn\.Linear\(hidden, K\)", "nn.Linear(hidden, 1)")], tmp_path)
+    with pytest.raises((RuntimeError, IndexError), match=r"out of bounds|size of tensor"):
+        module.main(module.Args(**WITHOUT_RATIOS[script], runs_dir=str(tmp_path)))
+
+
 def test_one_output_for_all_actions_shows_in_the_curves(tmp_path):
     """As docs/failures.md says."""
     module = copy_of("ippo", [(r"hidden, K\), std", "hidden, 1), std")], tmp_path)

@@ -4,6 +4,7 @@ import math
 
 from cleanmarl.layers import (
     AgentIds,
+    Networks,
     Recurrent,
     RunningMeanStd,
     StackedGRU,
@@ -354,3 +355,37 @@ def test_known_cells_are_not_run_by_torch_and_watched_ones_are(monkeypatch):
     np.testing.assert_allclose(output, after[..., :H] + 1)
     monkeypatch.setattr(nn.Module, "__call__", None)
     assert act(x, memory)[1].shape == (2, A, 2 * H)
+
+
+def test_networks_step_alone_with_zero_grad_of_module_or_optimizer():
+    """Each of three stacked learners, in turn, against one of its own; gradients do not add up from step to step."""
+    torch.manual_seed(0)
+    x, stacks = torch.randn(5, 3, 2), [nn.Sequential(StackedLinear(3, 2, 1), nn.LayerNorm(1)) for _ in range(2)]
+    stacks[1].load_state_dict(stacks[0].state_dict())
+    alone = [nn.Linear(2, 1) for _ in range(3)]
+    for m, linear in enumerate(alone):
+        linear.weight.data, linear.bias.data = (
+            stacks[0][0].weight.data[m].T.clone(),
+            stacks[0][0].bias.data[m, 0].clone(),
+        )
+    adams = [torch.optim.Adam(linear.parameters(), lr=0.1) for linear in alone]
+    networks = [Networks(stack[0], 3) for stack in stacks]
+    optimizers = [torch.optim.Adam([{"params": n[m]} for m in range(3)], lr=0.1) for n in networks]
+    for step in range(6):
+        m = step % 3
+        for stack, n, optimizer, zero in zip(stacks, networks, optimizers, (optimizers[0], stacks[1])):
+            zero.zero_grad()
+            (stack[0](x) - 1).square().mean().backward()
+            n.take_gradients(active=[m])
+            optimizer.step()
+        adams[m].zero_grad()
+        ((alone[m](x[:, m]) - 1).square().sum() / x[..., 0].numel()).backward()
+        adams[m].step()
+    for stack in stacks:
+        for m, linear in enumerate(alone):
+            torch.testing.assert_close(stack[0].weight[m].T, linear.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_samples_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"samples are \(R, A, D\), not \(512, 1\)"):
+        RunningMeanStd(1, 1).update(torch.rand(512, 1))

@@ -11,6 +11,7 @@ import time
 import warnings
 from contextlib import closing
 from pathlib import Path
+from typing import ClassVar
 
 import cleanmarl
 from cleanmarl.envs import EnvError, env_seeds, make
@@ -401,6 +402,42 @@ def test_pictures_that_a_script_cannot_take(cameras, num_workers):
         with pytest.raises(EnvError) as error:
             make(cameras, 1, num_workers=num_workers, pictures=True, shapes=(first, (4, 4, 3)))
         assert f"all agents need pictures of one shape, or none, not {seen}" in str(error.value)
+
+
+class Masked(ParallelEnv):
+    """One agent of three actions that says which are legal by `masks`: of its observations, or of its info."""
+
+    metadata: ClassVar = {"name": "masked"}
+    possible_agents: ClassVar = ["a"]
+
+    def __init__(self, key="observation", seen=False, size=3):
+        self.key, self.seen, self.size, self.agents = key, seen, size, ["a"]
+
+    def observation_space(self, agent):
+        box = gym.spaces.Box(0, 1, (2,))
+        return gym.spaces.Dict({self.key: box, "action_mask": gym.spaces.MultiBinary(3)}) if self.seen else box
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(3)
+
+    def reset(self, seed=None, options=None):
+        obs, mask = np.zeros(2, np.float32), np.ones(self.size, np.int8)
+        obs = {self.key: obs, "action_mask": mask} if self.seen else obs
+        return {"a": obs}, {"a": {} if self.seen else {"action_mask": mask}}
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"key": "obs", "seen": True}, r"a sees \['action_mask', 'obs'\]: a mask stands beside 'observation' alone"),
+        ({"seen": True, "size": 5}, r"a has 3 actions and an action_mask \(5,\)"),
+        ({"size": 1}, r"a has 3 actions and an action_mask \(1,\)"),
+    ],
+)
+def test_masks_of_another_form_are_refused(options, line):
+    with pytest.raises(EnvError, match=line):
+        make(Masked, 1, num_workers=0, **options)
+    assert make(Masked, 1, num_workers=0, seen=options.get("seen", False)).reset()[1]["action_mask"].all()
 
 
 def test_cooperative_pong_equals_pettingzoo():

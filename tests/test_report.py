@@ -278,6 +278,16 @@ def test_report_tells_settings_apart_and_refuses_one_seed_twice(tmp_path):
     assert "ppo --gamma 0.9 (1 seed)" in (tmp_path / "a.svg").read_text()
 
 
+def test_seeds_of_different_code_are_told_of(tmp_path, capsys):
+    for seed, body in enumerate(("x = 1", "x = 1", "x = 2")):
+        folder = write_run(tmp_path / f"runs/{seed}", {report.RETURN: [(1, 0.0), (2, 1.0)]}, seed=seed)
+        (folder / "toy.py").write_text(f"class Args:\n    {body}\n")
+    report.read_runs([tmp_path / "runs/0", tmp_path / "runs/1"], [report.RETURN])
+    assert capsys.readouterr().err == ""
+    report.read_runs([tmp_path / "runs"], [report.RETURN])
+    assert capsys.readouterr().err == "one curve of 2 versions of toy.py: ('CartPole-v1', 'toy', 'the defaults')\n"
+
+
 def test_curves_are_named_by_the_flags_that_tell_them_apart():
     data = pd.DataFrame(
         {

@@ -250,6 +250,19 @@ def test_a_network_that_could_never_be_saved_does_not_begin(tmp_path):
     assert list(load_checkpoint(run.folder)["modules"]["agent"]) == ["0.weight", "0.bias"]
 
 
+def test_what_is_learned_and_not_kept_is_refused(tmp_path):
+    """A module that the optimizer has and Run has not would begin anew at each --resume."""
+    agent, predictor = torch.nn.Linear(2, 1), torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam([*agent.parameters(), *predictor.parameters()])
+    with pytest.raises(UsageError, match=r"optimizer learns a parameter \(3, 2\) that no checkpoint would hold"):
+        small_run(tmp_path, {"agent": agent, "optimizer": optimizer})
+    assert not list(tmp_path.iterdir())
+    with small_run(tmp_path, {"agent": agent, "predictor": predictor, "optimizer": optimizer}):
+        pass
+    with small_run(tmp_path, {"agent": agent, "optimizer": torch.optim.Adam([agent.weight.detach()[:, 1:]])}):
+        pass  # a view, as Networks has them
+
+
 def test_battles_that_were_won_are_counted(tmp_path):
     """By `log_episodes` for the curves, and by `evaluate`, in which every environment plays its share."""
     is_won, lasts = np.array([1.0, 0.0, 1.0]), np.array([1, 2, 3])

@@ -234,6 +234,7 @@ def make(
         near = difflib.get_close_matches(family, FAMILIES, n=1)
         near = [f"{near[0]}/{name}"] if near else [f"{f}/..." for f in FAMILIES]
         near = [f"pz/{env_id}"] if ":" in env_id else near  # a class of the user's
+        near = [f"mpe/{env_id}"] if env_id.startswith("simple") else near
         raise EnvError(
             f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?"
         )

@@ -192,7 +192,11 @@ class Layout:
         self.agents = tuple(env.possible_agents)  # a copy: some environments change theirs while they run
         self.names = frozenset(self.agents)
         self.observations = [env.observation_space(agent) for agent in self.agents]
-        self.masked = [isinstance(s, spaces.Dict) and {*s} == {"observation", "action_mask"} for s in self.observations]
+        keys = [{*space} if isinstance(space, spaces.Dict) else set() for space in self.observations]
+        for agent, seen in zip(self.agents, keys):
+            if "action_mask" in seen and seen != {"observation", "action_mask"}:
+                raise TypeError(f"{agent} sees {sorted(seen)}: a mask stands beside 'observation' alone")
+        self.masked = ["action_mask" in seen for seen in keys]
         self.observations = [s["observation"] if masked else s for s, masked in zip(self.observations, self.masked)]
         self.obs_sizes = [spaces.flatdim(space) for space in self.observations]
         shapes = [s.shape if is_picture(s) else None for s in self.observations]
@@ -217,11 +221,14 @@ class Layout:
             low[self.real_actions] = np.concatenate([space.low.ravel() for space in self.actions])
             high[self.real_actions] = np.concatenate([space.high.ravel() for space in self.actions])
             self.bounds = spaces.Box(low, high, dtype=np.float32)
-        obs, _ = env.reset(seed=0)
+        obs, info = env.reset(seed=0)
         self.check_reset(env, obs)
         for a, agent in enumerate(self.agents):
             if agent in obs:
                 self.seen(a, obs[agent])
+                mask = obs[agent]["action_mask"] if self.masked[a] else info.get(agent, {}).get("action_mask")
+                if mask is not None and np.shape(mask) != (self.action_sizes[a],):
+                    raise TypeError(f"{agent} has {self.action_sizes[a]} actions and an action_mask {np.shape(mask)}")
         try:
             state, self.has_state = np.asarray(env.state()), True
         except (NotImplementedError, AttributeError, TypeError):  # no state(), or something else of that name
