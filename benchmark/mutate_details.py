@@ -243,7 +243,7 @@ MUTATIONS = [
     ("masac-6", "masac_continuous_action", "log_prob - 2 * (math.log(2)", "log_prob - 0 * (math.log(2)"),
     ("vdn-1", "vdn", "(q * alive).sum(-1, keepdim=True)  #", "(q * alive).mean(-1, keepdim=True)  #"),
     ("vdn-1", "vdn", "(q * alive).sum(-1, keepdim=True)  #", "q.sum(-1, keepdim=True)  #"),
-    ("vdn-2", "vdn", "torch.rand(q.shape).numpy(), q)  #", "-q, q)  #"),
+    ("vdn-2", "vdn", "torch.rand(action_mask.shape).numpy(), q)  #", "-q, q)  #"),
     ("vdn-2", "vdn", "np.where(action_mask, preferred, -np.inf)", "np.where(True, preferred, -np.inf)"),
     ("vdn-3", "vdn", "q if args.double_q else target_q  #", "target_q if args.double_q else q  #"),
     ("vdn-3", "qtran", "q if args.double_q else target_agent.values(batch.obs)  #", "q  #"),
