@@ -537,6 +537,9 @@ def page_data(folder: Path) -> dict[str, Any]:
                 )
             curve["steps"] = float(rows.step.max())
             envs.setdefault(env_id, {"curves": [], "yardsticks": []})["curves"].append(curve)
+    for env in envs.values():  # the table has all settings
+        for curve, name in zip(env["curves"], curve_names(pd.DataFrame(env["curves"]))):
+            curve["name"] = name
     for x in known.itertuples():
         if x.env_id in envs:
             about = {"metric": x.metric, "kind": x.kind, "label": x.label, "score": x.score, "source": x.source}

@@ -252,7 +252,7 @@ def test_page_needs_no_network_and_has_every_curve(published):
     assert set(data) == set(TASKS)
     curve = next(curve for curve in data[TASKS[1]]["curves"] if curve["script"] == "tuned")
     assert len(curve["step"]) == len(curve["mean"]) == report.PAGE_POINTS and curve["seeds"] == 3
-    assert curve["last evaluation"] == [40, 20, 60] and curve["cpu_seconds"] is None
+    assert curve["last evaluation"] == [40, 20, 60] and curve["cpu_seconds"] is None and curve["name"] == "tuned"
     assert {line["label"] for line in data[TASKS[0]]["yardsticks"]} == {"random", "maximum"}
 
 
