@@ -44,13 +44,15 @@ def watch(module, seen: dict[str, list[float]]):
     module.Agent = lambda *args: agents.append(make_agent(*args)) or agents[-1]
 
     def look(optimizer, args, kwargs) -> None:
-        for name, part in agents[0].named_children():
-            gradients = [p.grad.flatten() for p in part.parameters() if p.grad is not None]
-            if gradients:
-                gradient = torch.cat(gradients)
-                seen[name].append(gradient.norm().item())
-                eps = optimizer.param_groups[0].get("eps", np.nan)
-                seen[f"{name}/eps"].append(gradient.square().mean().sqrt().item() / eps)
+        children = agents[0].named_children()  # an optimizer may have views of their parameters: see layers.Networks
+        names = {p.untyped_storage().data_ptr(): name for name, part in children for p in part.parameters()}
+        gradients = defaultdict(list)
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            gradients[names.get(p.untyped_storage().data_ptr())].append(p.grad.flatten())
+        for name in gradients.keys() - {None}:
+            gradient, eps = torch.cat(gradients[name]), optimizer.param_groups[0].get("eps", np.nan)
+            seen[name].append(gradient.norm().item())
+            seen[f"{name}/eps"].append(gradient.square().mean().sqrt().item() / eps)
 
     return register_optimizer_step_pre_hook(look)
 
