@@ -16,14 +16,22 @@ clipped=(--gae-lambda 0.9 --num-steps 100 --num-minibatches 1 --learning-rate 5e
 for task in 3m 2s3z; do
     epochs=10 coma_seeds=5
     if [ $task = 2s3z ]; then epochs=15 coma_seeds=3; fi
-    run() {  # script, number of seeds, flags
+    run() {  # script, number of seeds, folder of the runs, flags
         $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
-            --env-ids "smax/$task" --runs-dir "runs/coppo_lstm_$task" -- "${common[@]}" "${@:3}"
+            --env-ids "smax/$task" --runs-dir "runs/$3_$task" -- "${common[@]}" "${@:4}"
     }
-    run coppo_lstm 5 --num-steps 100 --update-epochs $epochs --optimizer adam
-    run mappo_lstm 5 --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
-    run coma $coma_seeds --num-steps 50  # its actor takes one step a rollout, and has no memory
-    $PYTHON benchmark/report.py "runs/coppo_lstm_$task" --tag rollout/battle_won \
-        --out "docs/results/coppo_lstm_smax_$task" --command benchmark/coppo.sh \
-        --note "the settings of the paper's appendix C.2 with Adam, $epochs epochs; COMA with its own"
+    plot() {  # folder of the runs, name of the figure, what its caption says besides
+        $PYTHON benchmark/report.py "runs/$1_$task" --tag rollout/battle_won --out "docs/results/$2_$task" \
+            --command benchmark/coppo.sh --note "the settings of the paper's appendix C.2 with Adam, $epochs epochs$3"
+    }
+    coppo=(--num-steps 100 --update-epochs $epochs --optimizer adam)
+    run coppo_lstm 5 coppo_lstm "${coppo[@]}"
+    run mappo_lstm 5 coppo_lstm --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4
+    run coma $coma_seeds coppo_lstm --num-steps 50  # its actor takes one step a rollout, and has no memory
+    plot coppo_lstm coppo_lstm_smax "; COMA with its own"
+    # figures 4, 6 and 7: the inner clip, by default 0.10, none, and one for each of the others' ratios
+    for flags in "" "--inner-clip-coef inf" "--inner-clip-coef 0.05" "--inner-clip-coef 0.15" --clip-separately; do
+        run coppo_lstm 3 coppo_clip "${coppo[@]}" $flags
+    done
+    plot coppo_clip coppo_lstm_clip ""
 done

@@ -31,8 +31,9 @@ for script in mappo coppo; do # states hold coordinates up to 32
     run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 done
 run ippo 1 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
-run mappo 1 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
-run mappo 1 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
+for map in 2s3z 3s5z 5m_vs_6m; do
+    run mappo 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
+done
 # with the bootstrap at the time limit half of the teams learn to run away
 for script in mappo coppo; do
     run $script 1 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
@@ -51,9 +52,9 @@ plot relu \
 plot spread_long \
     --note "the defaults of each script"
 jaxmarls="JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers"
-plot smax_long --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
-plot smax_2s3z --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
-plot smax_5m_vs_6m --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
+for name in long 2s3z 3s5z 5m_vs_6m; do
+    plot smax_$name --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
+done
 plot smax_bootstrap --tag rollout/battle_won \
     --note "$jaxmarls, a time limit bootstrapped; the runs that went to the end, of six that were begun"
 for name in listener_long foraging_long reference_long; do
