@@ -26,12 +26,12 @@ OF_ONE_MACHINE = {"runs_dir": "runs", "resume": None, "device": "cpu"}
 README = """# Trained agents
 
 What `python -m cleanmarl.enjoy benchmark/agents/NAME` plays, and `cleanmarl.load` loads: networks, no optimizer,
-so that they can be played, but not trained on. Return of {episodes} episodes, mean ± standard deviation, with sampled
+so that they can be played, but not trained on. Return of the episodes, mean ± standard deviation, with sampled
 and with the most probable actions. `python benchmark/keep.py RUN_DIR --out benchmark/agents/NAME` adds one and writes
 this table.
 
-| agent | environment | script | steps | sampled | most probable |
-|---|---|---|---:|---:|---:|
+| agent | environment | script | steps | episodes | sampled | most probable |
+|---|---|---|---:|---:|---:|---:|
 {rows}"""
 
 
@@ -75,16 +75,16 @@ def keep(run: Path, checkpoint: str, out: Path, episodes: int) -> None:
 
 def table(folder: Path) -> str:
     """The README of a folder of agents."""
-    rows, episodes = "", 0
+    rows = ""
     for path in sorted(folder.glob("*/scores.json")):
         x = json.loads(path.read_text())
         digits = 1 if abs(x["sampled"][0]) >= 10 else 2
-        cells = [f"{mean:.{digits}f} ± {std:.{digits}f}" for mean, std in (x["sampled"], x["most probable"])]
-        rows += (
-            f"| {path.parent.name} | `{x['env_id']}` | `{x['script']}` | {x['step']:,} | {cells[0]} | {cells[1]} |\n"
-        )
-        episodes = x["episodes"]
-    return README.format(rows=rows, episodes=episodes)
+        cells = [
+            f"{x['episodes']:,}",
+            *(f"{mean:.{digits}f} ± {std:.{digits}f}" for mean, std in (x["sampled"], x["most probable"])),
+        ]
+        rows += f"| {path.parent.name} | `{x['env_id']}` | `{x['script']}` | {x['step']:,} | {' | '.join(cells)} |\n"
+    return README.format(rows=rows)
 
 
 def main(args: Args) -> None:

@@ -168,9 +168,10 @@ def coppo_matrix(results: Path) -> None:
 
     def draw(axis, panel: str, every: int = 1, **axis_settings) -> None:
         of_panel = curves[curves.panel == panel]
-        for variant in of_panel.variant.unique():
+        for position, variant in enumerate(of_panel.variant.unique()):
+            style = "-" if position < 10 else "--"  # there are ten colours
             x = of_panel[of_panel.variant == variant][::every]
-            color = axis.plot(x.x, x["mean"], label=variant)[0].get_color()
+            color = axis.plot(x.x, x["mean"], style, label=variant)[0].get_color()
             axis.fill_between(x.x, x.low, x.high, alpha=0.2, linewidth=0, color=color)
         axis.set(**axis_settings)
 
@@ -193,7 +194,7 @@ def coppo_matrix(results: Path) -> None:
 
     figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained", sharex=True)
     for game, (row, column) in GAMES.items():
-        draw(axes[row, column], f"figure 5, {game}", every=2, title=game)
+        draw(axes[row, column], f"figure 5, {game}", every=3, title=game)
         axes[row, column].set(xlabel=steps if row else "", ylabel="" if column else reward)
     axes[0, 0].legend(frameon=False)
     finish_games(figure, results / "coppo_matrix_games", "The six other games (figure 5)")
