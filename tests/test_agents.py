@@ -41,7 +41,7 @@ def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
     command = [sys.executable, BENCHMARK / "keep.py", run, "--out", tmp_path / "agents" / "pole", "--episodes", "10"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     out = tmp_path / "agents" / "pole"
-    assert "| pole | `CartPole-v1` | `ppo` | 1,024 |" in done.stdout
+    assert "| pole | `CartPole-v1` | `ppo` | 1,024 | 10 |" in done.stdout
     assert (out / "checkpoint.pt").stat().st_size < (run / "checkpoint.pt").stat().st_size / 2
     assert str(tmp_path) not in (out / "args.json").read_text()
     weights = [dict(cleanmarl.load(folder).agent.named_parameters()) for folder in (run, out)]

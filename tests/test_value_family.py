@@ -101,6 +101,8 @@ def test_what_acts_in_an_episode_is_what_learns_from_it(script):
     """The greedy policy step by step, from memory if it has one, against the values of the whole episode."""
     envs = world(4)
     agent = script.Agent(envs, script.Args(hidden_dim=16))
+    for p in agent.q_network.parameters():
+        p.data *= 5  # that an action remembered or forgotten changes the choice
     obs, info = envs.reset()
     policy, done, rows, actions = script.make_policy(agent), np.ones(4, bool), [], []
     for _ in range(5):  # the shortest episode
