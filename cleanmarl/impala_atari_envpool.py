@@ -307,7 +307,7 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
             "value_loss": value_loss.detach(),
             "entropy": entropy.detach(),
             "approx_kl": (log_rho.exp() - 1 - log_rho).mean(),
-            "clipfrac": (log_rho.exp() > args.rho_clip).float().mean(),
+            "clipfrac": (log_rho.exp() > args.rho_clip + 1e-5).float().mean(),  # by more than rounding
             "explained_variance": (1 - (return_ - value[:-1]).var() / return_.var()).nan_to_num(0, neginf=0),
         }
     return loss, stats

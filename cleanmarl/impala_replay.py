@@ -322,7 +322,7 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, weight: torch.Tensor, args: A
             "value_loss": value_loss.detach(),
             "entropy": entropy.detach(),
             "approx_kl": (log_rho.exp() - 1 - log_rho)[real].mean(),
-            "clipfrac": (log_rho.exp() > args.rho_clip)[real].float().mean(),
+            "clipfrac": (log_rho.exp() > args.rho_clip + 1e-5)[real].float().mean(),  # by more than rounding
             "explained_variance": (1 - error[real].var() / return_[real].var()).nan_to_num(0, neginf=0),
         }
         priority = error.abs().sum(0) / real.sum(0)

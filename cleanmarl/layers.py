@@ -305,8 +305,10 @@ def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
         of_stacks: dict[nn.Parameter, torch.Tensor] = {}  # a parameter's gradient, once if modules share it
         of_all: dict[nn.Parameter, torch.Tensor] = {}
         for module in modules:
-            gradients = of_stacks if getattr(module, "num_networks", 1) > 1 else of_all
-            gradients.update((p, p.grad) for p in module.parameters(recurse=False) if p.grad is not None)
+            M = getattr(module, "num_networks", 1)
+            for p in module.parameters(recurse=False):
+                if p.grad is not None:
+                    (of_stacks if M > 1 and p.shape[:1] == (M,) else of_all)[p] = p.grad
         by_network, shared = list(of_stacks.values()), [g for p, g in of_all.items() if p not in of_stacks]
         groups = []
         if shared:

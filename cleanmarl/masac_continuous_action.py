@@ -109,6 +109,9 @@ class Agent(nn.Module):
         self.real_actions = envs.real_actions.astype(np.float32)  # actions that an agent does not have stay 0
         self.register_buffer("real", torch.from_numpy(self.real_actions), persistent=False)
         space = envs.single_action_space
+        one_sided = (np.isfinite(space.low) != np.isfinite(space.high))[envs.real_actions]
+        message = f"{args.env_id} has actions with a bound on one side only, which a policy that ends in tanh cannot"
+        check(not one_sided.any(), f"{message} reach: give them two, or none")
         is_bounded = np.isfinite(space.high - space.low)  # where it is not, both units are the same
         low, high = np.where(is_bounded, space.low, -1), np.where(is_bounded, space.high, 1)
         self.middle, self.half_range = (high + low) / 2, (high - low) / 2
@@ -142,7 +145,7 @@ class Agent(nn.Module):
     def env_action(self, action: np.ndarray) -> np.ndarray:
         """Actions (N, A, K) in the unit of the environment."""
         action = (self.middle + self.half_range * action).astype(np.float32)
-        return action.clip(self.low, self.high) * self.real_actions  # roundings, and bounds on one side only
+        return action.clip(self.low, self.high) * self.real_actions  # roundings
 
 
 class Critic(nn.Module):

@@ -77,6 +77,7 @@ class EpisodicLife(gym.Wrapper):
     lives, game_over = 0, True
 
     def reset(self, **kwargs):
+        self.game_over |= kwargs.get("seed") is not None  # who gives a seed wants the game that begins with it
         if not self.game_over:
             obs, _, termination, truncation, info = self.env.step(0)  # leave the lost life behind
             self.game_over = termination or truncation

@@ -113,17 +113,20 @@ def test_each_network_is_clipped_by_its_own_norm(max_norm):
             self.critic = nn.Sequential(StackedLinear(1, D, H), nn.Tanh(), StackedLinear(1, H, 1))
             self.unused = nn.Linear(2, 2)  # has no gradient
             self.frozen = nn.Linear(2, 2).requires_grad_(False)
-            self.log_std = nn.Parameter(torch.zeros(K))
+            self.log_std, self.num_networks = nn.Parameter(torch.zeros(A, K)), A  # a stack of the agent's own
+            self.temperature = nn.Parameter(torch.zeros(()))  # and one for all networks
 
     torch.manual_seed(0)
     agent, x = Agent(), torch.randn(9, A, D) * torch.tensor([1.0, 30.0, 300.0])[:, None]
-    (agent.actor(x).sum() + 0.01 * agent.critic(x).sum() + (agent.log_std * 5).sum()).backward()
+    own = (agent.log_std * torch.tensor([0.1, 5.0, 50.0])[:, None]).sum() + 3 * agent.temperature
+    (agent.actor(x).sum() + 0.01 * agent.critic(x).sum() + own).backward()
     before = {p: p.grad.clone() for p in agent.parameters() if p.grad is not None}
     norms = clip_grads_(agent, max_norm)
 
     groups = [[(p, m) for layer in agent.actor[::2] for p in layer.parameters()] for m in range(A)]
     groups += [[(p, slice(None)) for p in agent.actor[1].parameters()]]  # what the stacked networks share
-    groups += [[(p, slice(None)) for p in agent.critic.parameters()], [(agent.log_std, slice(None))]]
+    groups += [[(p, slice(None)) for p in agent.critic.parameters()]]
+    groups += [[(agent.log_std, m)] for m in range(A)] + [[(agent.temperature, ...)]]
     expected = []
     for group in groups:
         norm = torch.cat([before[p][m].flatten() for p, m in group]).norm()
@@ -133,7 +136,7 @@ def test_each_network_is_clipped_by_its_own_norm(max_norm):
     assert min(expected) < 2 < max(expected)  # both cases are there
     torch.testing.assert_close(norms["actor"], torch.stack(expected[: A + 1]).mean())
     torch.testing.assert_close(norms["critic"], expected[A + 1])
-    torch.testing.assert_close(norms[""], expected[A + 2])
+    torch.testing.assert_close(norms[""], torch.stack(expected[A + 2 :]).mean())
     assert "unused" not in norms and norms["frozen"] == 0
 
 

@@ -5,9 +5,17 @@ import copy
 import dataclasses
 import inspect
 
-from cleanmarl import maddpg, maddpg_continuous_action, maddpg_lstm, maddpg_lstm_multienvs, maddpg_multienvs
+from cleanmarl import (
+    facmac_continuous_action,
+    maddpg,
+    maddpg_continuous_action,
+    maddpg_lstm,
+    maddpg_lstm_multienvs,
+    maddpg_multienvs,
+    masac_continuous_action,
+)
 from cleanmarl.layers import AgentIds
-from cleanmarl.run import Run, load_checkpoint
+from cleanmarl.run import Run, UsageError, load_checkpoint
 
 import gymnasium as gym
 import numpy as np
@@ -187,7 +195,18 @@ def test_the_environment_says_whether_a_team_shares_its_reward(script, kind, toy
     assert len(load_checkpoint(folder)["modules"]["critic"]["critic.0.weight"]) == (3 if kind == "each" else 1)
 
 
-@pytest.mark.parametrize("low, high", [(99.9, 100.0), (0.0, np.inf), (-np.inf, 2.0), (-1e-3, 1e3)])
+@pytest.mark.parametrize("script", [facmac_continuous_action, maddpg_continuous_action, masac_continuous_action])
+@pytest.mark.parametrize("low, high", [(2.0, np.inf), (-np.inf, 2.0)])
+def test_actions_with_a_bound_on_one_side_are_refused(script, low, high):
+    """They would stand on the bound, whatever the policy does."""
+    envs = world(2, continuous=True)
+    box = gym.spaces.Box(*(np.full((3, 4), bound, np.float32) for bound in (low, high)))
+    envs._set_spaces(2, envs.agents, envs.obs_sizes, envs.action_sizes, 2, box)
+    with pytest.raises(UsageError, match="a bound on one side only"):
+        script.Agent(envs, script.Args())
+
+
+@pytest.mark.parametrize("low, high", [(99.9, 100.0), (-np.inf, np.inf), (-1e-3, 1e3)])
 def test_continuous_actions_stay_within_their_bounds(low, high):
     envs = world(2, continuous=True)
     box = gym.spaces.Box(*(np.full((3, 4), bound, np.float32) for bound in (low, high)))

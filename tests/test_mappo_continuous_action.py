@@ -8,6 +8,7 @@ import sys
 from cleanmarl import enjoy, mappo_continuous_action
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
+from cleanmarl.layers import clip_grads_
 from cleanmarl.mappo_continuous_action import Args
 from cleanmarl.run import load_checkpoint
 
@@ -193,6 +194,10 @@ def test_the_deviation_is_a_parameter_of_each_network_that_is_clipped_and_traine
     args = Args(env_id=bounded, **SMALL, share_parameters=shared, runs_dir=str(tmp_path), max_grad_norm=1e-9)
     agent = mappo_continuous_action.Agent(mappo_continuous_action.make_envs(args, 1), args)
     assert agent.log_std.shape == (1 if shared else 3, 4) and not agent.log_std.any()
+    agent.log_std.grad = torch.ones(3, 4).index_fill(0, torch.tensor(2), 1e3)[-len(agent.log_std) :]
+    clip_grads_(agent, 10.0)
+    norms = agent.log_std.grad.norm(dim=1)  # of independent agents one does not shorten the others' steps
+    torch.testing.assert_close(norms, torch.tensor([10.0] if shared else [2.0, 2.0, 10.0]))
     saved = load_checkpoint(mappo_continuous_action.main(args))["modules"]["agent"]
     assert 0 < saved["log_std"].abs().max() < 1e-4  # clipped to next to nothing, below Adam's epsilon
 

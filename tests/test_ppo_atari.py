@@ -113,6 +113,23 @@ def test_a_lost_life_ends_the_episode_but_neither_the_game_nor_its_score():
     assert info["episode"]["l"][0] == steps + 2 + 4 * 3  # with those of the resets
 
 
+def test_a_seeded_reset_begins_a_new_game():
+    """So that a policy which was loaded is evaluated alike, whatever it has played before."""
+    envs = make(num_envs=2)
+    games = []
+    for _ in range(2):
+        obs, info = envs.reset(seed=7)
+        begins, steps = obs.copy(), 0
+        while "_episode" not in info:
+            *_, info = envs.step(no_ops(2))
+            steps += 1
+        games.append((begins, steps, info["episode"]["l"]))
+        for _ in range(20):  # into the next game
+            envs.step(np.array([1, 3]))
+    for first, second in zip(*games):
+        np.testing.assert_array_equal(first, second)
+
+
 # proves atari-4
 def test_fire_starts_the_game():
     envs, lost = make("Breakout"), False
