@@ -22,6 +22,9 @@ SMALL = {
     "mappo": {"total_timesteps": 400, "num_envs": 4},
     "mappo_lstm": {"total_timesteps": 400, "num_envs": 4},
     "qmix": {"total_timesteps": 400, "batch_size": 2},
+    "mappo_continuous_action": {"total_timesteps": 400, "num_envs": 4},
+    "masac_continuous_action": {"total_timesteps": 400, "num_envs": 4, "batch_size": 2},
+    "ppo_selfplay": {"total_timesteps": 512, "num_envs": 4, "num_steps": 64},
 }
 
 
@@ -98,6 +101,31 @@ def test_a_normalised_actor_is_exported_as_the_page_says(train, tmp_path, monkey
     exec(BLOCKS[0].replace("RUN_DIR", str(train("ppo_continuous_action"))) + block, there)
     expected = there["policy"](there["seen"], there["info"], np.ones(4, bool))
     np.testing.assert_allclose(there["action"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, output",
+    [("mappo_continuous_action", "logits"), ("masac_continuous_action", "policy.agent.act(logits, True)")],
+)
+def test_a_continuous_actor_is_exported_as_the_page_says(name, output, train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there: dict = {}
+    block = BLOCKS[1].replace(f"{MASKED}.argmax(-1)", f"policy.agent.env_action({output})")
+    exec(BLOCKS[0].replace("RUN_DIR", str(train(name))) + block, there)
+    expected = there["policy"](there["obs"], there["info"], np.ones(4, bool))
+    np.testing.assert_allclose(there["action"], expected, atol=1e-6)
+    assert np.abs(there["action"] - there["logits"][..., : expected.shape[-1]]).max() > 0.1  # of another unit
+    there["policy"].envs.step(there["action"])
+
+
+def test_an_agent_that_sees_boards_is_exported_as_the_page_says(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there: dict = {}
+    block = BLOCKS[1].replace(".astype(np.float32)", "").replace("policy.agent.actor", "policy.agent")
+    block = block.replace(".detach()", "[0].detach()").replace(MASKED, "logits")
+    exec(BLOCKS[0].replace("RUN_DIR", str(train("ppo_selfplay"))) + block, there)
+    policy, obs, info = there["policy"], there["obs"], there["info"]
+    np.testing.assert_array_equal(there["action"], policy(obs, info, np.ones(4, bool)))
 
 
 def test_onnx_acts_the_same(train, tmp_path, monkeypatch):
