@@ -14,7 +14,7 @@ of docs/results anew.
 - Final results of a run: the mean return of its last 100 training episodes, and its last evaluation.
 - Runs without done.json are left out, or taken with --unfinished and marked as stopped.
 - CPU and wall seconds are those that run.py measured; CPU time is spread evenly over a process's wall time. Of runs
-  that it did not start, only the wall time is known.
+  that it did not start, only the wall time is known; a curve's CPU time is that of the seeds that have one.
 - Scores of several environments are normalised: 0 is random, 1 the best known of benchmark/yardsticks.csv. The profile
   is the share of runs above each normalised score. The interquartile mean (with its stratified bootstrap interval from
   10 runs on) and the probability of improvement [1] are given for two environments or ten runs and more.
@@ -278,7 +278,8 @@ def summary(data: pd.DataFrame) -> pd.DataFrame:
     tables = []
     for (env_id, script, settings, metric), runs in data.groupby([*CURVE, "metric"], dropna=False):
         seeds = [run for _, run in runs.groupby("seed")]
-        table = {name: np.mean([run[name] for run in seeds], axis=0) for name in ("cpu_seconds", "wall_seconds")}
+        times = ("cpu_seconds", "wall_seconds")  # of those seeds of which they are known
+        table = {name: pd.DataFrame([run[name].to_numpy() for run in seeds]).mean() for name in times}
         table["step"] = np.max([run.step for run in seeds], axis=0)
         table["mean"], table["low"], table["high"] = interval(np.stack([run.value for run in seeds]))
         about = {"env_id": env_id, "script": script, "settings": settings, "seeds": len(seeds), "metric": metric}

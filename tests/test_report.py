@@ -137,6 +137,8 @@ def test_points_are_interpolated_onto_the_steps_that_all_seeds_cover():
     np.testing.assert_allclose(curve.high, 20 + grid)
     np.testing.assert_allclose(curve.cpu_seconds, grid / 2)
     assert report.summary(curve) is curve  # as data of which the seeds were not kept are
+    thin.loc[thin.seed == 2, "cpu_seconds"] = np.nan  # of a run that run.py did not start
+    np.testing.assert_allclose(report.summary(thin).cpu_seconds, grid / 2)
 
 
 def test_last_return_weighs_points_by_their_episodes():
