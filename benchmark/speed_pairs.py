@@ -97,6 +97,18 @@ PAIRS = [
         ),
         goal=3.2,
     ),
+    Pair(
+        script="ppo_continuous_action",
+        beside="CleanRL ppo_continuous_action.py",
+        goal=None,
+        ours=ours("ppo_continuous_action", "--env-id HalfCheetah-v5"),
+        steps=49_152,
+        peer=peer("cleanrl", "ppo_continuous_action", "--env-id HalfCheetah-v5"),
+        peer_steps=24_576,
+        settings="HalfCheetah-v5, the defaults of both: 1 environment x 2048 steps, 10 epochs x 32 minibatches, Adam "
+        "3e-4 that falls to 0, two networks 64-64 with tanh, observations and rewards normalised",
+        peer_differs="SAME_STEP autoreset and `final_info` of the present Gymnasium",
+    ),
     *with_and_without_compile(
         Pair(
             script="ippo",
@@ -145,6 +157,50 @@ PAIRS = [
         "the rewards",
     ),
     Pair(
+        script="mappo",
+        beside="BenchMARL MAPPO",
+        goal=None,
+        ours=ours(
+            "mappo",
+            "--num-envs 10 --num-steps 600 --update-epochs 45 --num-minibatches 15 --gamma 0.99 --gae-lambda 0.9 "
+            "--learning-rate 5e-5 --critic-learning-rate 5e-5 --ent-coef 0 --max-grad-norm 5 --no-norm-adv "
+            "--no-normalize-value --huber-delta 0 --value-clip-coef 0 --actor-hidden-dim 256 --critic-hidden-dim 256",
+        ),
+        steps=24_000,
+        peer="bash benchmark/peers/benchmarl.sh {peers} {tmp} SIMPLE_SPREAD {steps} {seed}",
+        peer_steps=24_000,
+        settings="simple_spread, BenchMARL's settings: rollouts of 600 steps of 10 environments, 45 epochs x 15 "
+        "minibatches of 400 steps of three agents, Adam 5e-5, two networks 256-256 with tanh, shared by the agents",
+        ours_differs="ids beside the observations, and these beside the state",
+        peer_differs=OWN_SIMULATOR,
+    ),
+    Pair(
+        script="ippo_lstm",
+        beside="CleanMARL ippo_lstm_multienvs.py",
+        goal=None,
+        ours=ours("ippo_lstm", f"{AS_CLEANMARL} --cell gru --critic-hidden-dim 32"),
+        steps=18_000,
+        peer=peer("cleanmarl", "ippo_lstm_multienvs", f"{NOT_EVALUATED} --tbptt 25"),
+        peer_steps=3_000,
+        settings=f"{ON_POLICY}; 32 units and a GRU; gradients go back to the start of an episode",
+        ours_differs="the critic has a GRU too; GRUs come after two layers",
+        peer_differs=f"{OWN_SIMULATOR}, in 3 processes; the GRU comes after one layer; AdamW",
+    ),
+    Pair(
+        script="mappo_lstm",
+        beside="CleanMARL mappo_lstm_multienvs.py",
+        goal=None,
+        ours=ours("mappo_lstm", f"{AS_CLEANMARL} --critic-hidden-dim 64"),
+        steps=12_000,
+        peer=peer("cleanmarl", "mappo_lstm_multienvs", f"{NOT_EVALUATED} --tbptt 25"),
+        peer_steps=3_000,
+        settings=f"{ON_POLICY}; 32 units and a GRU, critic 64; gradients go back to the start of an episode",
+        ours_differs="the critic has a GRU too, and sees the own observation beside the state, so it has a value for "
+        "each agent; GRUs come after two layers",
+        peer_differs=f"{OWN_SIMULATOR}, in 3 processes; the GRU comes after one layer; one value for all agents, from "
+        "the state",
+    ),
+    Pair(
         script="ippo",
         beside="skrl IPPO",
         goal=5,
@@ -159,9 +215,9 @@ PAIRS = [
         peer_steps=1_024,
         settings="simple_spread, skrl's defaults: rollouts of 16 steps of 1 environment, 8 epochs x 2 minibatches, 16 "
         "gradient steps of each of 3 agents, with networks of their own, 64-64 with tanh; Adam 1e-3, clip 0.2, "
-        "gradients clipped at 0.5, advantages normalised, a time limit is an end",
-        ours_differs="actor and critic are clipped apart",
-        peer_differs=f"{OWN_SIMULATOR}; an agent's two gradients are clipped together",
+        "gradients clipped at 0.5, advantages normalised",
+        ours_differs="actor and critic are clipped apart; a time limit is an end",
+        peer_differs=f"{OWN_SIMULATOR}; an agent's two gradients are clipped together; a time limit is none",
     ),
     Pair(
         script="maddpg",
@@ -217,6 +273,23 @@ PAIRS = [
         ours_differs=f"an LSTM (4 gates for a GRU's 3); {ONE_VALUE}",
         peer_differs=f"a GRU; {OWN_SIMULATOR}, in 4 processes; a step of the actor's optimizer every 10 steps of the "
         "episodes, 3 an update",
+    ),
+    Pair(
+        script="facmac",
+        beside="CleanMARL facmac_multienvs.py",
+        goal=None,
+        ours=ours(
+            "facmac",
+            f"{QUIET} --individual-critics False --gamma 0.99 --optimizer AdamW --polyak 0.005 --clip-gradients 0 "
+            "--learning-rate-actor 8e-4 --learning-rate-critic 8e-4 --target-network-update-freq 4",
+        ),
+        steps=24_000,
+        peer=peer("cleanmarl", "facmac_multienvs", NOT_EVALUATED),
+        peer_steps=2_400,
+        settings=f"{OFF_POLICY}4 environments, 4 updates and a target update after every 4 episodes, batches of 10 "
+        "episodes, AdamW 8e-4, gradients not clipped, actor 32-32, critic of each agent 128-128, mixing network of 32",
+        ours_differs="the mixing network's weights come from hypernetworks with a hidden layer of 64",
+        peer_differs=f"{OWN_SIMULATOR}, in 4 processes; from hypernetworks without one",
     ),
     Pair(
         script="vdn",

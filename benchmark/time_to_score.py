@@ -53,7 +53,9 @@ class Point(NamedTuple):
 
 OURS = "--seed {seed} --runs-dir {tmp} --eval-episodes 0"
 PEERS = Path(__file__).resolve().parent / "peers"
-CLEANRL, CLEANMARL, JAXMARL = (f"bash {PEERS}/{name}.sh {{peers}}" for name in ("cleanrl", "cleanmarl", "jaxmarl"))
+CLEANRL, CLEANMARL, JAXMARL, BENCHMARL = (
+    f"bash {PEERS}/{name}.sh {{peers}}" for name in ("cleanrl", "cleanmarl", "jaxmarl", "benchmarl")
+)
 POLE, LANDER, CHEETAH = ("CartPole-v1", 475), ("LunarLander-v3", 200), ("HalfCheetah-v5", 2000)
 SPREAD, LISTENER = ("mpe/simple_spread_v3", -30), ("mpe/simple_speaker_listener_v4", -15)
 BATTLE = ("smax/3m", 0.6)  # of the battles won
@@ -110,6 +112,7 @@ CONTESTANTS = [
         )
         for name in ("mappo", "ippo")
     ),
+    Contestant(*LISTENER, "BenchMARL mappo", BENCHMARL + " {tmp} SIMPLE_SPEAKER_LISTENER 240000 {seed}"),
     *(
         Contestant(
             *BATTLE,

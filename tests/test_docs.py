@@ -307,7 +307,7 @@ def test_readme_shows_the_lines_of_the_script():
     assert len(blocks) == 2 and blocks[0].startswith("def mappo_loss")
     for block in blocks:
         assert "\n".join(line.strip() for line in block.splitlines()) in script
-    assert len(readme.splitlines()) < 175  # with the tables of results and of speed
+    assert len(readme.splitlines()) < 182  # with the tables of results and of speed
 
 
 def test_pictures_of_the_front_page_are_there():

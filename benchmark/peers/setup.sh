@@ -26,6 +26,8 @@ fetch sample-factory "$SAMPLE_FACTORY_URL" 1894bd1e5e6f741726115e9a69569780906c1
 
 # skrl needs nothing else that the project has not; its dependencies would bring another torch.
 "$python" -m pip install --quiet --upgrade --no-deps --target "$folder/skrl" skrl==2.1.1
+# Nor does BenchMARL, which asks for an older torchrl.
+"$python" -m pip install --quiet --upgrade --no-deps --target "$folder/benchmarl" benchmarl==1.5.2
 # Nor does DI-engine, of what its package asks for: an old NumPy, Gym and much that its IMPALA does not use.
 "$python" -m pip install --quiet --upgrade --no-deps --target "$folder/ding" -r "$here/ding.txt"
 # RLlib, a part of the Ray that is there, and Sample Factory want versions of their own of a few packages.
