@@ -120,7 +120,10 @@ class Run:
             # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
             with self._writing():
                 self.events = EventFile(self.folder, purge_step=None if args.resume is None else self.step + 1)
+                on_error.callback(Path(self.events.file.name).unlink, missing_ok=True)
                 self.events.add_text("arguments", as_table(dataclasses.asdict(args)), self.step)
+            if args.resume is not None:  # last: a run that cannot go on stays as it was
+                self._take_over()
             on_error.pop_all()
         self.start_step, self.start_time = self.step, time.perf_counter()
         self.last_line = self.start_time
@@ -162,11 +165,18 @@ class Run:
             complete = (self.folder / "done.json").exists() and total <= stored.total_timesteps and not is_earlier
             check(not complete, f"{self.folder} is complete at step {checkpoint['step']:,}; raise --total-timesteps")
             self._restore(checkpoint)
-            if is_earlier:
+        except OSError as error:
+            raise UsageError(f"cannot write the run folder {self.folder} ({error.strerror})") from error
+
+    def _take_over(self) -> None:
+        """From now on a resumed run has these arguments, for the next --resume as well, and this checkpoint."""
+        path = checkpoint_path(Path(self.args.resume))
+        try:
+            if path.name != "checkpoint.pt":  # an earlier one
                 with suppress(UsageError):  # there need not be one
                     self.best = max(self.best, load_checkpoint(self.folder / "best.pt")["best"])
-                copy_file(path, self.folder / "checkpoint.pt")  # the latest one, from now on
-            # From now on these are the run's arguments, for the next --resume as well.
+                copy_file(path, self.folder / "checkpoint.pt")
+                self._drop_checkpoints()
             meta = read_run(self.folder) | {"args": dataclasses.asdict(self.args) | {"resume": None}}
             self._write_json("args.json", meta)
             self._keep_script()

@@ -409,6 +409,41 @@ def test_a_run_that_goes_on_is_not_done(tmp_path):
         assert not (run.folder / "done.json").exists()
 
 
+def test_a_run_that_cannot_go_on_stays_as_it_was(tmp_path, monkeypatch):
+    """Whatever hinders it, and whenever: it is complete still, and its latest checkpoint the latest."""
+    flags = {"total_timesteps": 512, "eval_interval": 128, "checkpoint_interval": 128, "keep_checkpoints": 3}
+    folder = train("ppo", "CartPole-v1", tmp_path, **flags)
+    contents = {path: path.read_bytes() for path in folder.iterdir()}
+    earlier = min(folder.glob("checkpoint-*.pt"))
+
+    def resume() -> None:
+        train("ppo", "CartPole-v1", tmp_path, **flags | {"total_timesteps": 1024}, resume=earlier)
+
+    future = folder / f"events.out.tfevents.{int(time.time()) + 1000}.host.1"
+    future.touch()
+    with pytest.raises(UsageError, match="events of the future"):
+        resume()
+    future.unlink()
+    monkeypatch.setattr(run_module, "copy_file", lambda *_: os.close(-1))
+    with pytest.raises(UsageError, match="cannot write the run folder"):
+        resume()
+    assert {path: path.read_bytes() for path in folder.iterdir()} == contents
+    monkeypatch.undo()
+    resume()
+    assert load_checkpoint(folder)["step"] == 1024
+
+
+def test_checkpoints_of_a_branch_that_was_left_are_dropped(tmp_path):
+    flags = {"checkpoint_interval": 128, "keep_checkpoints": 4}
+    folder = train("ppo", "CartPole-v1", tmp_path, total_timesteps=512, **flags)
+    steps = [int(path.stem[11:]) for path in folder.glob("checkpoint-*.pt")]
+    assert sorted(steps) == [128, 256, 384]
+    flags |= {"checkpoint_interval": 256, "resume": folder / "checkpoint-128.pt"}
+    train("ppo", "CartPole-v1", tmp_path, total_timesteps=640, **flags)
+    steps = [int(path.stem[11:]) for path in folder.glob("checkpoint-*.pt")]
+    assert sorted(steps) == [128, 384]  # 256 was of the other branch, 128 + 256 is of this one
+
+
 def test_what_is_written_last_is_read_last(tmp_path, monkeypatch):
     """Event files are read in the order of their names: second, host, pid, and a number that the process counts."""
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(8))  # then 9, 10
