@@ -64,9 +64,15 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     if not path.exists() or (ours.exists() and ours.read_text() == path.read_text()):
         path = ours
     check(path.exists(), f"{folder} is a run of {name}.py, which is neither in the folder nor a script of this package")
-    # Where the run found modules of the user's: the folder that it was started in, and that of a copy.
-    places = {str(meta.get("folder", folder)), str(Path(meta.get("path", path)).parent)}
-    sys.path += sorted(places - {str(ours.parent), *sys.path})
+    # Where the run found modules of the user's, the folder that it was started in and that of a copy: first, since the
+    # folder of the shell may have modules of the same names.
+    places = {str(meta.get("folder", folder)), str(Path(meta.get("path", path)).parent)} - {str(ours.parent)}
+    sys.path = [*sorted(places), *(path for path in sys.path if path not in places)]
+    own = str(meta["args"].get("env_id")).removeprefix("pz/").partition(":")[0].partition(".")[0]
+    loaded = getattr(sys.modules.get(own), "__file__", None)
+    there = [p for place in places for p in (Path(place, f"{own}.py"), Path(place, own, "__init__.py")) if p.exists()]
+    message = f"{folder} is of the {own} in {there and there[0].parent}, and this process has that of {loaded}"
+    check(not loaded or not there or Path(loaded) in there, f"{message}: play the run in a process of its own")
     try:
         if path == ours:
             module = importlib.import_module(f"cleanmarl.{name}")

@@ -86,7 +86,11 @@ def picture(envs) -> np.ndarray:
     frame = frame[0] if isinstance(frame, tuple | list) else frame
     if frame is None:
         raise FilmError("no picture of the environment: it draws none")
-    return frame
+    frame = np.array(frame)  # a copy: an environment may draw all pictures into one array
+    if frame.ndim != 3 or frame.shape[2] not in (3, 4) or frame.dtype != np.uint8:
+        drawn = f"{frame.dtype} of shape {frame.shape}"
+        raise FilmError(f"no picture of the environment: it draws {drawn}, and not uint8 of shape (height, width, 3)")
+    return frame[..., :3]  # without the fourth channel, as of Matplotlib's canvas
 
 
 def caption(frame: np.ndarray, words: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from pathlib import Path
 import cleanmarl
 from cleanmarl import enjoy, ippo, ippo_per_agent, ppo, ppo_atari_envpool
 from cleanmarl.envs import EnvError, lbf
-from cleanmarl.evaluate import FilmError, Window
+from cleanmarl.evaluate import FilmError, Window, evaluate
 from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint, write_checkpoint
 
 import gymnasium as gym
@@ -289,7 +289,40 @@ class Blind(Plain):
         raise FileNotFoundError("Failed to load image: agent.png\nin some folder")
 
 
+class Canvas(Blind):
+    """One that draws into the same canvas each time, with a fourth channel, as Matplotlib has it."""
+
+    canvas = np.zeros((48, 64, 4), np.uint8)
+
+    def render(self):
+        self.canvas += 1
+        return self.canvas
+
+
+class Grey(Blind):
+    def render(self):
+        return np.zeros((48, 64), np.uint8)
+
+
 gym.register("Blind-v0", Blind)
+gym.register("Canvas-v0", Canvas)
+gym.register("Grey-v0", Grey)
+
+
+def test_pictures_are_copies_without_a_fourth_channel():
+    envs = ppo.make_envs(ppo.Args(env_id="Canvas-v0"), 1, render_mode="rgb_array")
+    frames = []
+    evaluate(envs, lambda obs, info, done: np.zeros(1, np.int64), 1, frames=frames)
+    shown = [frame[0, 0, 0] for frame in frames]
+    assert all(frame.shape == (48, 64, 3) for frame in frames) and len(set(shown)) > 5
+
+
+@MOVIEPY
+def test_a_picture_of_another_form_costs_no_run(tmp_path, capsys):
+    args = ppo.Args(env_id="Grey-v0", total_timesteps=512, eval_episodes=2, runs_dir=str(tmp_path), capture_video=True)
+    folder = ppo.main(args)
+    line = "no video: no picture of the environment: it draws uint8 of shape (48, 64), and not uint8 of shape (height,"
+    assert line in capsys.readouterr().out and (folder / "done.json").exists()
 
 
 @MOVIEPY

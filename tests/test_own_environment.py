@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -140,6 +141,23 @@ def test_a_run_goes_on_with_new_episodes(folder, monkeypatch):
     assert re.search(
         r"^\| your own by `my_module:MyEnv` or `pz/my_module:MyEnv`, .* \| new episodes \|$", page, re.MULTILINE
     )
+
+
+def test_a_run_is_played_in_its_own_environment_whatever_the_folder_of_the_shell_has(folder, tmp_path):
+    """Two versions of a project, each with its corridor.py; in the other one every step costs 1."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    text = (other / "corridor.py").read_text()
+    (other / "corridor.py").write_text(text.replace("arrived - 0.1", "arrived - 1.0"))
+    shell(f"python {ROOT}/cleanmarl/ppo.py --env-id corridor:Corridor {SMALL}", folder)
+    shell(f"python {ROOT}/cleanmarl/ppo.py --env-id corridor:Corridor {SMALL}", other)
+    play = f"python -m cleanmarl.enjoy {folder}/runs/* --episodes 3 --greedy | grep return"
+    returns = [shell(play, place).stdout for place in (folder, other, tmp_path)]
+    assert returns[0] and len(set(returns)) == 1
+    assert shell(play.replace(str(folder), str(other)), folder).stdout != returns[0]
+    load = "import cleanmarl, glob; [cleanmarl.load(glob.glob(f'{x}/runs/*')[0]) for x in ('work', 'other')]"
+    done = shell(f'python -c "{load}"', tmp_path)
+    assert done.returncode == 1 and "play the run in a process of its own" in done.stderr.splitlines()[-1]
 
 
 def test_what_no_worker_can_have():

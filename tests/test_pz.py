@@ -36,9 +36,9 @@ class Toy(ParallelEnv):
     metadata = {"name": "toy"}
     possible_agents = ["dict", "one_hot", "image"]
 
-    def __init__(self, deaths=None, truncate=6, fail_at=None, exit_at=None, keep_dead=False):
+    def __init__(self, deaths=None, truncate=6, fail_at=None, exit_at=None, keep_dead=False, respawn=None):
         self.deaths, self.truncate, self.fail_at, self.exit_at = deaths or {}, truncate, fail_at, exit_at
-        self.keep_dead = keep_dead
+        self.keep_dead, self.respawn = keep_dead, respawn
 
     def observation_space(self, agent):
         masked = {"observation": spaces.Box(-9, 9, (2,)), "action_mask": spaces.MultiBinary(3)}
@@ -75,9 +75,11 @@ class Toy(ParallelEnv):
         term = {a: self.deaths.get(a) == self.t for a in self.agents}
         trunc = {a: self.t == self.truncate for a in self.agents}
         reward = {a: 1.0 + i for i, a in enumerate(self.possible_agents) if a in self.agents}
+        if self.t == self.respawn:
+            self.agents, self.deaths = list(self.possible_agents), {}
         obs, info = self.observe()
         if not self.keep_dead:
-            self.agents = [a for a in self.agents if not (term[a] or trunc[a])]
+            self.agents = [a for a in self.agents if not (term.get(a) or trunc.get(a))]
         return obs, reward, term, trunc, info
 
 parallel_env = Toy
@@ -553,6 +555,21 @@ def test_an_agent_that_dies_at_the_time_limit_is_not_among_the_living(toy):
     envs.close()
 
 
+def test_who_is_among_the_agents_again_is_alive_again(toy):
+    """As an environment does it that lets units respawn: their death is a termination."""
+    envs = make(toy, 1, num_workers=0, deaths={"dict": 2}, respawn=4)
+    _, info = envs.reset()
+    alive, rewards = [], []
+    for _ in range(6):
+        alive.append(bool(info["agent_mask"][0, 0]))
+        obs, reward, _, trunc, info = envs.step(info["action_mask"].argmax(-1))
+        rewards.append(reward[0, 0])
+        if len(alive) == 4:
+            assert obs[0, 0, 0] == 4 and info["action_mask"][0, 0].tolist() == [False, False, True, False]
+    assert alive == [True, True, False, False, True, True] and rewards == [1, 1, 0, 0, 1, 1]
+    assert trunc.tolist() == [True] and info["final_agent_mask"].all()
+
+
 def test_last_agent_terminated(toy):
     """Everyone is terminated, the last one in the step of the time limit: that is a termination."""
     envs = make(toy, 1, num_workers=0, truncate=3, deaths={"dict": 1, "one_hot": 3, "image": 3})
@@ -749,6 +766,7 @@ def test_illegal_actions(toy):
         ("pz/mpe2/simple_spread_v3", {"local_ratio": 5}, "cannot be built with {'local_ratio': 5}"),
         ("pz/mpe2/simple_spread_v3", {"num_workers": -1}, "num_workers must be an integer, 0 (no worker"),
         ("pz/mpe2/simple_spread_v3?num_workers=True", {}, "num_workers must be an integer, 0 (no worker"),
+        ("pz/mpe2/simple_spread_v3?max_cycles=True", {}, "max_cycles must be an integer of at least 1, not True"),
         ("pz/mpe2/simple_spread_v3?may_die=0", {}, "may_die must be True or False, not 0"),
     ],
 )

@@ -251,6 +251,7 @@ def test_errors_and_silence(capsys):
     for env_id, options, text in [
         ("smaclite/3n", {}, "did you mean smaclite/3m"),
         ("smaclite/MMM3", {}, "did you mean smaclite/MMM"),
+        ("smaclite/3m?max_step=5", {}, "smaclite/3m has no option 'max_step'; it has max_steps, map_file"),
         ("smaclite/3m", {"max_steps": 0}, "max_steps must be an integer of at least 1, not 0"),
         ("smaclite/custom", {}, "map_file must be provided"),
         ("smaclite/custom", {"map_file": "no_such.json"}, "No such file"),

@@ -144,6 +144,7 @@ def test_results_stay_as_they_were_and_can_be_written():
     [
         ("smax/3n", {}, "did you mean smax/3m"),
         ("smax/3m", {"steps": 3}, "unexpected keyword argument 'steps'"),
+        ("smax/3m?attack_mode=rnadom", {}, "attack_mode must be 'closest' or 'random', not 'rnadom'"),
         ("smax/3m", {"observation_type": "list"}, "'unit_list' or 'conic'"),
         ("smax/3m", {"action_type": "continuous"}, "action_type must be 'discrete', not 'continuous'"),
         ("smax/3m", {"render_mode": "human"}, "render_mode must be None or 'rgb_array'"),

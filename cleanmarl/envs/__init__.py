@@ -228,8 +228,9 @@ def make(
     for key in {"num_envs", "name", "pictures"} & in_id.keys():
         raise EnvError(f"{env_id}: {key} is no option of an environment")
     for key in {"max_cycles", "max_steps", "max_episode_steps"} & options.keys():
-        if options[key] is not None and (not isinstance(options[key], int) or options[key] < 1):
-            raise EnvError(f"{env_id}: {key} must be an integer of at least 1, not {options[key]!r}")
+        value = options[key]
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise EnvError(f"{env_id}: {key} must be an integer of at least 1, not {value!r}")
     if family not in FAMILIES:
         near = difflib.get_close_matches(family, FAMILIES, n=1)
         near = [f"{near[0]}/{name}"] if near else [f"{f}/..." for f in FAMILIES]

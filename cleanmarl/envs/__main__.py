@@ -95,7 +95,8 @@ def bench(env_id: str, seconds: float = 1.0) -> None:
     plain_id, options = split_options(env_id)
     family, _, name = plain_id.partition("/")
     in_process = BACKENDS.get(family, "workers") != "workers" or options.get("num_workers") == 0
-    options.pop("num_workers", None)
+    for ours in ("num_workers", "team_reward", "may_die"):
+        options.pop(ours, None)
     clock = time.process_time if in_process else time.perf_counter
     steps = original(family, name, clock, **options)
     alone = steps_per_second(steps, 1, seconds) if steps else None

@@ -17,6 +17,7 @@ act at once. In Python `make` takes the class or function itself, too. What the 
                     the environment's metadata say, {"team_reward": True, "may_die": False}, or the options of that
                     name; nothing is known of it (False, True) but in the environments of RULES below
     dead agent      done, or not in env.agents: observation and reward 0, only action 0 is legal, and is not passed on;
+                    who had left env.agents and is there again is alive again;
                     who is truncated alone, while others play on, is dead too, and nobody learns a value of its last
                     observation: PettingZoo's time limits end all agents at once
     episode end     no agent is left: truncation if one that lived until then was truncated and not terminated;
@@ -103,9 +104,7 @@ def make(
     num_workers = min(num_workers, num_envs)
     if message := too_large(f"{num_workers:,} worker processes", num_workers * WORKER_BYTES):
         raise EnvError(f"{env_id}: {message}")
-    for key, value in (("team_reward", team_reward), ("may_die", may_die)):
-        if not isinstance(value, bool | None):
-            raise EnvError(f"{env_id}: {key} must be True or False, not {value!r}")
+    check_flags(env_id, team_reward=team_reward, may_die=may_die)
     # with workers, the environment built here only shows its spaces, and needs no window
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
     try:
@@ -119,11 +118,18 @@ def make(
     rules = (RULES.get(name) or RULES.get(name.partition("/")[0])) if isinstance(name, str) else None
     known = dict(zip(("team_reward", "may_die"), rules(options))) if rules else {}
     known |= {key: env.metadata[key] for key in ("team_reward", "may_die") if key in getattr(env, "metadata", {})}
+    check_flags(f"the metadata of {env_id}", **known)
     envs = PettingZooVectorEnv(env_id, name, env, layout, num_envs, num_workers, options)
     envs.team_reward = known.get("team_reward", False) if team_reward is None else team_reward
     envs.may_die = known.get("may_die", True) if may_die is None else may_die
     envs.time_limit = time_limit(env)
     return envs
+
+
+def check_flags(where: str, **flags) -> None:
+    for key, value in flags.items():
+        if not isinstance(value, bool | None):
+            raise EnvError(f"{where}: {key} must be True or False, not {value!r}")
 
 
 def time_limit(env) -> int | None:
@@ -320,6 +326,7 @@ class Block:
         for key, array in arrays.items():
             setattr(self, key, array[first : first + len(envs)])
         self.ended = np.zeros_like(self.agent_mask)  # agents that are done while the episode goes on
+        self.listed = np.zeros_like(self.agent_mask)  # those in env.agents
         self.rngs = [np.random.default_rng() for _ in envs]
 
     def reset(self, seeds: list[int] | None) -> None:
@@ -348,7 +355,7 @@ class Block:
         obs, info = self.envs[i].reset(seed=int(self.rngs[i].integers(2**31)) if seed is None else seed)
         self.layout.check_reset(self.envs[i], obs)
         self.ended[i] = False
-        self.agent_mask[i] = [agent in self.envs[i].agents for agent in self.layout.agents]
+        self.agent_mask[i] = self.listed[i] = [agent in self.envs[i].agents for agent in self.layout.agents]
         self.write(i, self.obs, self.state, self.action_mask, obs, info)
 
     def step_env(self, i: int, env) -> None:
@@ -361,8 +368,11 @@ class Block:
         self.reward[i] = [reward.get(agent, 0) * was for agent, was in zip(agents, alive)]
         terminated = np.array([bool(termination.get(agent)) for agent in agents])
         truncated = np.array([bool(truncation.get(agent)) for agent in agents])
+        listed, before = np.array([agent in env.agents for agent in agents]), self.listed[i].copy()
+        self.ended[i] &= before | ~listed  # who was gone and is there again is alive again
         self.ended[i] |= terminated | truncated
-        living = np.array([agent in env.agents for agent in agents]) & ~self.ended[i]
+        self.listed[i] = listed
+        living = listed & ~self.ended[i]
         done = not living.any()
         self.truncation[i] = done and (alive & truncated & ~terminated).any()
         self.termination[i] = done and not self.truncation[i]

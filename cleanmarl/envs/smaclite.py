@@ -58,6 +58,7 @@ MAX_STEPS = {  # SMAC's time limits, in steps
     **{"so_many_baneling": 100, "bane_vs_bane": 200, "2c_vs_64zg": 400},
 }
 REPORTED = tuple(MAX_STEPS)
+OPTIONS = ("map_file", "render_mode", "use_cpp_rvo2")  # of the package
 MAPS = {  # that the package lacks: allies, enemies, terrain of the package
     "3m": ({"MARINE": 3}, {"MARINE": 3}, "SIMPLE"),
     "8m": ({"MARINE": 8}, {"MARINE": 8}, "SIMPLE"),
@@ -116,6 +117,8 @@ def parallel_env(task: str, max_steps: int | None = None, **options) -> "Battle"
 
 def package_env(task: str, **options):
     """The package's environment as it is, on a map of its own or on one of those described here."""
+    if wrong := options.keys() - set(OPTIONS):  # the package ignores what it does not know
+        raise EnvError(f"smaclite/{task} has no option {min(wrong)!r}; it has max_steps, {', '.join(OPTIONS)}")
     options = {"render_mode": None, **options}  # the package would open a window
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):  # it prints at each start
         if task not in MAPS:

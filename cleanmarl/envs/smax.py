@@ -94,6 +94,8 @@ def make(name: str, num_envs: int = 1, render_mode: str | None = None, **options
         raise EnvError(f"smax/{name}: render_mode must be None or 'rgb_array', not {render_mode!r}")
     if options.get("action_type", "discrete") != "discrete":
         raise EnvError(f"smax/{name}: action_type must be 'discrete', not {options['action_type']!r}")
+    if options.get("attack_mode", "closest") not in ("closest", "random"):  # JaxMARL takes any other for "closest"
+        raise EnvError(f"smax/{name}: attack_mode must be 'closest' or 'random', not {options['attack_mode']!r}")
     try:
         game = Game(name, **options)
     except (TypeError, ValueError) as error:
