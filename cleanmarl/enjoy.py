@@ -70,9 +70,11 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     sys.path = [*sorted(places), *(path for path in sys.path if path not in places)]
     own = str(meta["args"].get("env_id")).removeprefix("pz/").partition(":")[0].partition(".")[0]
     loaded = getattr(sys.modules.get(own), "__file__", None)
-    there = [p for place in places for p in (Path(place, f"{own}.py"), Path(place, own, "__init__.py")) if p.exists()]
+    files = (Path(place, name) for place in places for name in (f"{own}.py", f"{own}/__init__.py"))
+    there = [file for file in files if file.exists()]
     message = f"{folder} is of the {own} in {there and there[0].parent}, and this process has that of {loaded}"
-    check(not loaded or not there or Path(loaded) in there, f"{message}: play the run in a process of its own")
+    is_same = not loaded or not there or any(file.samefile(loaded) for file in there)
+    check(is_same, f"{message}: play the run in a process of its own")
     try:
         if path == ours:
             module = importlib.import_module(f"cleanmarl.{name}")
