@@ -168,7 +168,7 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
 def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -> pd.DataFrame:
     """All finished runs below `paths` as one tidy table; runs left out are named on stderr."""
     folders = sorted({file.parent for path in paths for file in path.rglob("args.json")})
-    tables, seen, sources = [], set(), defaultdict(set)
+    tables, seen, differ = [], set(), defaultdict(set)
     for folder in folders:
         if not (unfinished or (folder / "done.json").exists()):
             print(f"left out, unfinished: {folder}", file=sys.stderr)
@@ -182,10 +182,14 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
             sys.exit(f"two runs of {key}: {folder} is the second; pass one of them")
         seen.add(key)
         tables.append(table)
-        sources[key[:-1]].update(script.read_text() for script in folder.glob(f"{table.script[0]}.py"))
-    for curve, versions in sources.items():
-        if len(versions) > 1:
-            print(f"one curve of {len(versions)} versions of {curve[1]}.py: {curve}", file=sys.stderr)
+        script = f"{table.script[0]}.py"
+        differ[f"versions of {script}", key[:-1]].update(copy.read_text() for copy in folder.glob(script))
+        if (folder / "done.json").exists():
+            total = json.loads((folder / "args.json").read_text())["args"].get("total_timesteps")
+            differ["values of --total-timesteps", key[:-1]].add(total)
+    for (what, curve), found in differ.items():
+        if len(found) > 1:
+            print(f"one curve of {len(found)} {what}: {curve}", file=sys.stderr)
     if not tables:
         sys.exit(f"no finished run with {metrics[0]} in {', '.join(map(str, paths))}")
     return pd.concat(tables, ignore_index=True)
@@ -194,20 +198,25 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
 def thin(runs: pd.DataFrame) -> pd.DataFrame:
     """Points of one metric, interpolated for each curve onto at most GRID_POINTS steps that all of its seeds cover.
 
-    Half as many where there are ENOUGH_RUNS seeds: the table keeps all of them.
+    Half as many where there are ENOUGH_RUNS seeds: the table keeps all of them. A curve without such steps is left out.
     """
     tables = []
-    for _, of_curve in runs.groupby(CURVE, dropna=False):
+    for curve, of_curve in runs.groupby(CURVE, dropna=False):
         seeds = [run.sort_values("step") for _, run in of_curve.groupby("seed")]
         points = GRID_POINTS // (2 if len(seeds) >= ENOUGH_RUNS else 1)
         if len(seeds[0]) <= points and all(np.array_equal(run.step, seeds[0].step) for run in seeds):
             tables += seeds
             continue
         first, last = max(run.step.iloc[0] for run in seeds), min(run.step.iloc[-1] for run in seeds)
+        if first > last:
+            print(f"no curve, its seeds have no steps in common: {curve}", file=sys.stderr)
+            continue
         grid = np.linspace(first, last, points)
         for run in seeds:
             columns = {name: np.interp(grid, run.step, run[name]) for name in ("cpu_seconds", "wall_seconds", "value")}
             tables.append(pd.concat([run[:1]] * points).assign(step=grid, **columns))
+    if not tables:
+        sys.exit("there is no curve to draw: pass seeds that have steps in common")
     return pd.concat(tables)
 
 
@@ -438,9 +447,9 @@ def caption(data: pd.DataFrame, figure: dict[str, str], were_kept: bool, has_pro
 
 def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str], out: Path) -> None:
     """Learning curves as out.svg: one panel per environment, one colour per curve; then the performance profile."""
+    data = data.assign(curve=curve_names(data))  # the profile may have some that are not drawn
     drawn = data[data.metric == figure["tag"]]
-    drawn = drawn.assign(curve=curve_names(drawn))
-    env_ids, curves = sorted(drawn.env_id.unique()), sorted(drawn.curve.unique())
+    env_ids, curves = sorted(drawn.env_id.unique()), sorted(data.curve.unique())
     panels = len(env_ids) + (scores is not None)
     columns = min(3, panels)
     rows = -(-panels // columns)

@@ -290,6 +290,35 @@ def test_seeds_of_different_code_are_told_of(tmp_path, capsys):
     assert capsys.readouterr().err == "one curve of 2 versions of toy.py: ('CartPole-v1', 'toy', 'the defaults')\n"
 
 
+def test_seeds_of_different_length_are_told_of(tmp_path, capsys):
+    for seed, (done, steps) in enumerate([(True, 10), (True, 10), (False, 20), (True, 30)]):
+        points = {report.RETURN: [(1, 0.0), (2, 1.0)]}
+        write_run(tmp_path / f"runs/{seed}", points, seed=seed, done=done, total_timesteps=steps)
+    report.read_runs([tmp_path / f"runs/{seed}" for seed in range(3)], [report.RETURN], unfinished=True)
+    assert capsys.readouterr().err == ""
+    report.read_runs([tmp_path / "runs"], [report.RETURN], unfinished=True)
+    assert capsys.readouterr().err == "one curve of 2 values of --total-timesteps: ('CartPole-v1', 'toy', '')\n"
+
+
+def test_seeds_without_a_step_in_common_make_no_curve(tmp_path, capsys):
+    for env_id in TASKS:
+        for seed, steps in enumerate([(10, 20), (30, 40)]):
+            for script in ("apart", "toy"):
+                points = {report.EVAL: [(step, 5.0 * step) for step in (steps if script == "apart" else (10, 20))]}
+                write_run(tmp_path / f"runs/{env_id[:4]}-{script}{seed}", points, seed, script, env_id)
+    report.main(report.Args([tmp_path / "runs"], out=tmp_path / "a", tag=report.EVAL))
+    assert [f"no curve, its seeds have no steps in common: ('{env_id}', 'apart', '')" for env_id in TASKS] == (
+        capsys.readouterr().err.splitlines()
+    )
+    data = pd.read_csv(tmp_path / "data" / "a.csv")
+    assert set(data[data.metric == report.EVAL].script) == {"toy"} and data.step.max() == 40
+    assert "| apart |  | 2 | 40 |  |  | 150.0 [100.0, 200.0] |" in (tmp_path / "a.md").read_text()
+    svg = (tmp_path / "a.svg").read_text()
+    assert "apart (2 seeds)" not in svg and "apart (4 runs)" in svg
+    with pytest.raises(SystemExit, match="there is no curve to draw"):
+        report.main(report.Args(list(tmp_path.glob("runs/*apart*")), out=tmp_path / "b", tag=report.EVAL))
+
+
 def test_curves_are_named_by_the_flags_that_tell_them_apart():
     data = pd.DataFrame(
         {
