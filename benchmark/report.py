@@ -119,7 +119,8 @@ def literal(value: ast.expr) -> Any:
 def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """CPU and wall seconds (P,) that a run had taken at `times` (P,), in seconds since 1970.
 
-    By the tries in the manifest of run.py; without them by the names of the event files, and the CPU time is NaN.
+    By the tries in the manifest of run.py; where it lacks one, as after a kill, by the names of the event files, and
+    the CPU time is NaN.
     """
     manifest = folder.parent / "manifest.json"
     entries = json.loads(manifest.read_text()).values() if manifest.exists() else []
@@ -127,7 +128,7 @@ def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         (e["tries"] for e in entries if Path(e.get("run_folder", "")).name == folder.name and "tries" in e), []
     )
     tries = [x for x in tries if x["start"] + x["wall_seconds"] >= times[0]]  # the others made folders of their own
-    if not tries or tries[-1]["start"] + tries[-1]["wall_seconds"] < times[-1]:
+    if not all(any(0 <= time - x["start"] <= x["wall_seconds"] for x in tries) for time in times):
         starts = np.array(sorted(int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")))
         ends = [times[times < end].max(initial=start) for start, end in zip(starts, [*starts[1:], np.inf])]
         tries = [{"start": s, "wall_seconds": e - s, "cpu_seconds": np.nan} for s, e in zip(starts, ends)]

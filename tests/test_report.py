@@ -120,6 +120,13 @@ def test_seconds_are_those_of_the_manifest_without_the_time_between_two_tries(tm
     )  # the last is of no try: still running
     assert np.isnan(cpu).all() and wall.tolist() == [10, 100, 105, 111]
 
+    for start in (1900, 2500):  # before the first of its tries and between two: it was killed, and run.py with it
+        file = folder / f"events.out.tfevents.{start}.host.1.0"
+        file.touch()
+        cpu, wall = report.seconds(folder, np.array(sorted([start + 5.0, 2010.0, 2100.0, 3005.0])))
+        assert np.isnan(cpu).all() and wall.tolist() == ([5, 15, 105, 110] if start < 2000 else [10, 100, 105, 110])
+        file.unlink()
+
 
 def test_points_are_interpolated_onto_the_steps_that_all_seeds_cover():
     points = [(1, 0, 0.0), (1, 100, 10.0), (2, 20, 40.0), (2, 80, 100.0), (2, 120, 140.0)]  # values s / 10 and 20 + s
