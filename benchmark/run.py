@@ -42,6 +42,7 @@ from speed import machine, to_argv  # benchmark/speed.py
 
 TRIES = 2  # of a trial that fails
 MISUSED = 2  # exit status of a script that cannot run as it was asked to: another try would end like it
+OF_THE_END = ("end", "exit_status", "wall_seconds", "cpu_seconds")  # what an entry has of a trial that ended
 PACKAGES = ("cleanmarl", "numpy", "torch", "gymnasium", "envpool", "pettingzoo", "mpe2")
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=cleanmarl
@@ -157,8 +158,11 @@ class Trial:
                     print(f"{self}: another program runs it, which is waited for: {self.log}", flush=True)
                     is_told = True
                 time.sleep(0.1)
-            before = read_manifest(self.runs_dir).get(self.key, {}).get("tries", [])
-            status, tries = self.state(), 0
+            entry = read_manifest(self.runs_dir).get(self.key, {})
+            before, status, tries = entry.get("tries", []), self.state(), 0
+            if status == "finished" and is_open(entry):  # it went on without this program, and nobody knows until when
+                known = {key: value for key, value in entry.items() if key not in OF_THE_END}
+                write_manifest(self.runs_dir, self.key, known | {"status": status, "run_folder": str(self.folder())})
             while status != "finished" and tries < TRIES and not stops():
                 entry = {**self.about, "start": now(), "status": "running", "log": str(self.log)}
                 entry |= {"git_commit": git_commit(), "machine": machine(), "versions": versions()}
@@ -212,6 +216,11 @@ def lock(file: Any) -> bool:
 def read_manifest(runs_dir: Path) -> dict[str, dict]:
     path = runs_dir / "manifest.json"
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def is_open(entry: dict) -> bool:
+    """Whether an entry of the manifest says that its trial has not finished; no entry says nothing."""
+    return entry.get("status", "finished") != "finished"
 
 
 def write_manifest(runs_dir: Path, key: str, entry: dict) -> None:
@@ -379,6 +388,10 @@ def main(args: Args, flags: list[str]) -> int:
             return 2
         trials = {args.index: trials[args.index]}
     args.runs_dir.mkdir(parents=True, exist_ok=True)
+    entries = read_manifest(args.runs_dir)
+    for trial in trials.values():
+        if is_open(entries.get(trial.key, {})) and trial.state() == "finished":
+            trial.run()
     return submit_slurm(args, flags, trials) if args.backend == "slurm" else run_all(args, flags, trials)
 
 

@@ -177,6 +177,15 @@ def test_a_trial_whose_runner_was_killed_is_waited_for(toy):
     runner.wait()
     result = cli("run.py", *GRID, "--num-seeds", "1", cwd=toy)
     assert result.returncode == 0 and len(folders(toy)) == 1, result.stdout  # its process went on and finished
+    ((key, entry),) = manifest(toy).items()
+    assert (entry["status"], toy / entry["run_folder"]) == ("finished", folders(toy)[0])
+    assert entry["tries"] == [] and not {"end", "wall_seconds"} & set(entry)  # of which nobody knows
+
+    for backend in ("local", "slurm"):  # the same if it finished before the command was run again
+        interrupted = {**entry, "status": "interrupted", "run_folder": "None", "exit_status": 143, "wall_seconds": 1.0}
+        (toy / "runs" / "manifest.json").write_text(json.dumps({key: interrupted}))
+        result = cli("run.py", *GRID, "--num-seeds", "1", "--backend", backend, cwd=toy)
+        assert result.returncode == 0 and "finished" in result.stdout and manifest(toy) == {key: entry}
 
 
 def test_slurm_script_runs_one_trial_for_each_index(toy):
