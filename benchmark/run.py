@@ -114,9 +114,12 @@ class Trial:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def folder(self) -> Path | None:
-        """The run folder that the trial named last; its log knows it even if this program was killed."""
+        """The run folder that the trial named last; its log knows it even if this program was killed.
+
+        By its name in `runs_dir`: the path was relative to the folder of then, and all of it may have moved.
+        """
         found = re.findall(r"^run folder: (.+?)(?: \(resumed at step [\d,]+\))?$", self.output(), re.MULTILINE)
-        return Path(found[-1]) if found else None
+        return self.runs_dir / Path(found[-1]).name if found else None
 
     def state(self) -> str:
         """finished | interrupted (can be resumed) | new."""

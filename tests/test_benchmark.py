@@ -109,6 +109,24 @@ def test_runner_runs_every_trial_once(toy):
     assert other_flags.returncode == 0 and "skipped" not in other_flags.stdout and len(folders(toy)) == 6
 
 
+def test_a_grid_is_known_from_another_folder_and_after_it_has_moved(toy):
+    (toy / "slow").touch()
+    runner = subprocess.Popen([sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "1"], cwd=toy)
+    wait_for(lambda: len(list((toy / "runs").glob("*/started"))) == 1)
+    runner.terminate()
+    assert runner.wait(timeout=30) == 128 + signal.SIGTERM
+    (toy / "slow").unlink()
+    (folder,) = folders(toy)
+    (toy / "runs").rename(toy / "moved")
+    (toy / "elsewhere").mkdir()
+    (toy / "elsewhere" / "toy.py").write_text(SCRIPT)
+    for cwd, runs_dir in [(toy, "moved"), (toy / "elsewhere", "../moved"), (toy / "elsewhere", toy / "moved")]:
+        result = cli("run.py", *GRID, "--num-seeds", "1", "--runs-dir", runs_dir, cwd=cwd)
+        assert result.returncode == 0 and f" {runs_dir}/{folder.name}" in result.stdout, result.stdout
+        assert [done.parent.name for done in (toy / "moved").glob("*/done.json")] == [folder.name]
+        assert ("finished before, skipped" in result.stdout) == (runs_dir != "moved")  # at first it was resumed
+
+
 def test_runner_says_which_trials_another_version_of_the_script_finished(toy):
     run_cli(toy, num_seeds=1)
     (first,), script = folders(toy), toy / "toy.py"
@@ -406,7 +424,7 @@ def test_a_run_of_cleanrl_becomes_a_run_folder(tmp_path):
     """run.py starts and skips it, report.py reads it: the mean return of each 512 steps, with the times it had."""
     (script := tmp_path / "toy.py").write_text(LOGS_AS_CLEANRL)
     command = f"python {BENCHMARK / 'peers' / 'run_cleanrl.py'} {script}"
-    grid = ["--command", command, "--env-ids", "CartPole-v1", "--num-seeds", "2", "--runs-dir", tmp_path / "runs"]
+    grid = ["--command", command, "--env-ids", "a/b", "--num-seeds", "2", "--runs-dir", tmp_path / "runs"]
     for finished in ("seed 2: finished after", "2 of 2 trials finished"):  # the second time there is nothing to do
         argv = [sys.executable, BENCHMARK / "run.py", *grid, "--", "--total-timesteps", "2000"]
         result = subprocess.run([*map(str, argv)], capture_output=True, text=True, timeout=120, cwd=tmp_path)

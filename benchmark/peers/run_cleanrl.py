@@ -76,7 +76,8 @@ if __name__ == "__main__":
     else:
         *sys.argv, _, runs_dir = sys.argv
         args = {name.removeprefix("--"): value for name, value in zip(sys.argv[1::2], sys.argv[2::2])}
-        script, folder = Path(sys.argv[0]).resolve(), Path(runs_dir, f"{args['env-id']}__cleanrl__{args['seed']}")
+        name = f"{args['env-id'].replace('/', '-')}__cleanrl__{args['seed']}"
+        script, folder = Path(sys.argv[0]).resolve(), Path(runs_dir, name)
         shutil.rmtree(folder, ignore_errors=True)  # of a try that failed
         folder.mkdir(parents=True)
         print(f"run folder: {folder.absolute()}", flush=True)
