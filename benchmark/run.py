@@ -116,10 +116,12 @@ class Trial:
     def folder(self) -> Path | None:
         """The run folder that the trial named last; its log knows it even if this program was killed.
 
-        By its name in `runs_dir`: the path was relative to the folder of then, and all of it may have moved.
+        By its name in `runs_dir`: the path was relative to the folder of then, and all of it may have moved. A line may
+        begin with other output (a bar of progress), and one that only speaks of a run folder names none that is there.
         """
-        found = re.findall(r"^run folder: (.+?)(?: \(resumed at step [\d,]+\))?$", self.output(), re.MULTILINE)
-        return self.runs_dir / Path(found[-1]).name if found else None
+        found = re.findall(r"run folder: (.+?)(?: \(resumed at step [\d,]+\))?$", self.output(), re.MULTILINE)
+        folders = [self.runs_dir / Path(path).name for path in reversed(found)]
+        return next((folder for folder in folders if folder.is_dir()), None)
 
     def state(self) -> str:
         """finished | interrupted (can be resumed) | new."""

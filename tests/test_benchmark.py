@@ -127,6 +127,14 @@ def test_a_grid_is_known_from_another_folder_and_after_it_has_moved(toy):
         assert ("finished before, skipped" in result.stdout) == (runs_dir != "moved")  # at first it was resumed
 
 
+def test_a_run_folder_is_found_in_the_midst_of_a_line_and_not_where_one_is_spoken_of(toy):
+    script = SCRIPT.replace('print(f"run folder', 'print("loading ", end="")\nprint(f"run folder')
+    (toy / "toy.py").write_text(f"{script}\nprint('toy: x is not a run folder: it has no readable args.json')\n")
+    for words in ("1 of 1 trials finished", "finished before, skipped"):
+        result = run_cli(toy, num_seeds=1)
+        assert result.returncode == 0 and words in result.stdout and len(folders(toy)) == 1, result.stdout
+
+
 def test_runner_says_which_trials_another_version_of_the_script_finished(toy):
     run_cli(toy, num_seeds=1)
     (first,), script = folders(toy), toy / "toy.py"
