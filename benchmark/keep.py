@@ -56,15 +56,19 @@ def score(folder: Path, greedy: bool, episodes: int) -> tuple[float, float]:
 
 
 def keep(run: Path, checkpoint: str, out: Path, episodes: int) -> None:
-    """Write args.json, checkpoint.pt and scores.json of the run into `out`; UsageError if it is no run."""
+    """Write args.json, checkpoint.pt and scores.json of the run into `out`; UsageError if they cannot be."""
     meta, state = read_run(run), load_checkpoint(run / checkpoint)
-    args = meta["args"] | OF_ONE_MACHINE
+    args, script = meta["args"] | OF_ONE_MACHINE, run / f"{meta['script']}.py"
+    written = {"args.json", "checkpoint.pt", "checkpoint.tmp", script.name, "__pycache__"}  # before it was interrupted
+    is_agent = (out / "scores.json").exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= written)
+    check(is_agent or not out.exists(), f"--out {out} is there, and no agent")
     out.mkdir(parents=True, exist_ok=True)
     (out / "args.json").write_text(json.dumps({key: meta[key] for key in KEPT} | {"args": args}, indent=1) + "\n")
-    script = run / f"{meta['script']}.py"
     ours = ROOT / "cleanmarl" / script.name
     if script.exists() and not (ours.exists() and ours.read_text() == script.read_text()):
         shutil.copy(script, out)  # an edited one plays by its own networks
+    else:
+        (out / script.name).unlink(missing_ok=True)  # of a run that was kept there before
     slim = {key: state[key] for key in ("format", "script", "step")} | {"modules": {"agent": state["modules"]["agent"]}}
     write_checkpoint(slim, out / "checkpoint.pt")
     kinds = {"sampled": False, "most probable": True}
@@ -88,7 +92,6 @@ def table(folder: Path) -> str:
 
 
 def main(args: Args) -> None:
-    check(not args.out.exists() or (args.out / "scores.json").exists(), f"--out {args.out} is there, and no agent")
     keep(args.run_dir, args.checkpoint, args.out, args.episodes)
     (args.out.parent / "README.md").write_text(table(args.out.parent))
     print((args.out.parent / "README.md").read_text())

@@ -1,6 +1,7 @@
 """The trained agents that are given away: they play as their table says."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +52,13 @@ def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
     )
     assert resumed.returncode == 2 and resumed.stderr.count("\n") == 1 and not list(out.glob("events*"))
     assert not (out / "ppo.py").exists()
-    with (run / "ppo.py").open("a") as file:
-        file.write("# edited\n")
-    subprocess.run(command, capture_output=True, check=True)
-    assert (out / "ppo.py").read_text() == (run / "ppo.py").read_text()  # by which it is played
-    again = subprocess.run([*command[:3], "--out", tmp_path], capture_output=True, text=True)
-    assert again.returncode == 2 and again.stderr.startswith("keep: --out ")
+    unedited = (run / "ppo.py").read_text()
+    for text, is_kept in [(f"{unedited}# edited\n", True), (unedited, False)]:  # an edited one is played by
+        (run / "ppo.py").write_text(text)
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # playing it leaves __pycache__ there
+        subprocess.run(command, capture_output=True, check=True, env=env)
+        assert (out / "ppo.py").exists() == is_kept and (not is_kept or (out / "ppo.py").read_text() == text)
+        (out / "scores.json").unlink()  # as if it had been interrupted
+    for place in (tmp_path, run):
+        again = subprocess.run([*command[:3], "--out", place], capture_output=True, text=True)
+        assert again.returncode == 2 and again.stderr == f"keep: --out {place} is there, and no agent\n"
