@@ -21,7 +21,7 @@ if not (3, 11) <= sys.version_info[:2] < (3, 14):
 import tomllib  # new in Python 3.11
 
 ROOT = Path(__file__).resolve().parent
-VENV = ROOT / os.environ.get("VENV", ".venv")
+VENV = Path(os.path.normpath(ROOT / os.environ.get("VENV", ".venv")))  # as sys.prefix is; a link stays one
 STAMP = VENV / "cleanmarl.json"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 CUDA = ("nvidia-", "cuda-", "triton")  # torch asks for these itself where its build needs them
