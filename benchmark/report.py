@@ -212,10 +212,10 @@ def thin(runs: pd.DataFrame) -> pd.DataFrame:
         if first > last:
             print(f"no curve, its seeds have no steps in common: {curve}", file=sys.stderr)
             continue
-        grid = np.linspace(first, last, points)
+        grid = np.unique(np.linspace(first, last, points))  # one step, if they have no more in common
         for run in seeds:
             columns = {name: np.interp(grid, run.step, run[name]) for name in ("cpu_seconds", "wall_seconds", "value")}
-            tables.append(pd.concat([run[:1]] * points).assign(step=grid, **columns))
+            tables.append(pd.concat([run[:1]] * len(grid)).assign(step=grid, **columns))
     if not tables:
         sys.exit("there is no curve to draw: pass seeds that have steps in common")
     return pd.concat(tables)
@@ -468,7 +468,8 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
             if not curve.empty:
                 seeds = curve.seeds.iloc[0]
                 label = f"{name} ({seeds} seed{'s' if seeds > 1 else ''})"
-                axis.plot(curve.step, curve["mean"], color=f"C{position}", label=label)
+                marker = "o" if len(curve) == 1 else ""  # a line of one point cannot be seen
+                axis.plot(curve.step, curve["mean"], color=f"C{position}", label=label, marker=marker)
                 if seeds > 1:
                     axis.fill_between(curve.step, curve.low, curve.high, color=f"C{position}", alpha=0.25, linewidth=0)
         for x in known[known.env_id == env_id].itertuples():

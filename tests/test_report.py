@@ -275,6 +275,28 @@ def test_runs_that_were_stopped_are_marked(published, capsys):
     assert data["CartPole-v1"]["curves"][0]["planned steps"] == [1000]
 
 
+NODE = """
+const places = {}, place = () => ({ value: "step", children: [], addEventListener() {}, set innerHTML(text) {
+  this.html = text; this.value = (text.match(/<option>(.*?)</) || [])[1]; } });
+globalThis.document = { getElementById: id => places[id] ??= place(), querySelector: () => ({ value: "step" }) };
+const page = require("fs").readFileSync(process.argv[1], "utf8");
+new Function(page.match(/<script>([^]*)<\\/script>/)[1])();
+console.log(places.plot.html);
+"""
+
+
+def test_a_curve_of_one_point_is_seen(tmp_path):
+    for seed, steps in enumerate([(10, 20), (20, 30)]):
+        write_run(tmp_path / f"runs/{seed}", {report.RETURN: [(step, 1.0 * seed) for step in steps]}, seed)
+    report.main(report.Args([tmp_path / "runs"], out=tmp_path / "a"))
+    data = pd.read_csv(tmp_path / "data" / "a.csv")
+    assert data[data.metric == report.RETURN][["step", "value"]].to_numpy().tolist() == [[20, 0], [20, 1]]
+    assert "fill: #1f77b4; stroke: #1f77b4" in (tmp_path / "a.svg").read_text()  # a marker
+    if shutil.which("node"):
+        done = subprocess.run(["node", "-e", NODE, tmp_path / "report.html"], capture_output=True, text=True)
+        assert done.stdout.count("<circle ") == 1 and "NaN" not in done.stdout, done.stderr
+
+
 def test_report_tells_settings_apart_and_refuses_one_seed_twice(tmp_path):
     for number, gamma in enumerate((0.9, 0.99, 0.99)):
         points = {report.RETURN: [(1, 0.0), (2, gamma)]}
