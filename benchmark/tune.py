@@ -171,6 +171,7 @@ class Search:
     """A study and what its trials need. A trial is a run of each environment and seed; its value their mean score."""
 
     def __init__(self, args: Args, flags: list[str], stops: Callable[[], int]):
+        check(min(args.num_seeds, args.workers) > 0, "--num-seeds and --workers must be at least 1")
         self.args, self.flags, self.stops = args, flags, stops
         self.script = script_args(args.command)
         self.space = {text.partition("=")[0]: read_param(text, self.script) for text in args.params}

@@ -79,6 +79,12 @@ def test_a_command_that_fails_ends_it(results, tmp_path, monkeypatch):
     assert not list(results.iterdir())
 
 
+def test_a_task_that_is_not_there_is_one_line(results, tmp_path):
+    with pytest.raises(SystemExit, match="--only takes some of: CartPole-v1, CartPole-v1, to the end"):
+        time_to_score.main(time_to_score.Args(peers=tmp_path, only=("CartPole-v1", "CartPole")))
+    assert not list(results.iterdir())
+
+
 AS_JAXMARL = """
 import jax, jax.numpy as jnp
 def make_train(config):

@@ -227,3 +227,10 @@ def test_a_folder_goes_on_with_its_own_search_alone(toy, capsys):
 def test_a_script_that_is_not_there_is_one_line(command, toy, capsys):
     assert tune.main(dataclasses.replace(toy_args(1), command=command), []) == 2
     assert capsys.readouterr().err == f"tune: there is no script in: {command}\n"
+
+
+@pytest.mark.parametrize("name", ["num_seeds", "workers"])
+def test_a_search_of_nothing_is_one_line(name, toy, capsys):
+    assert tune.main(toy_args(1, **{name: 0}), []) == 2
+    assert capsys.readouterr().err == "tune: --num-seeds and --workers must be at least 1\n"
+    assert not (toy / "runs").exists()
