@@ -34,4 +34,11 @@ for task in 3m 2s3z; do
         run coppo_lstm 3 coppo_clip "${coppo[@]}" $flags
     done
     plot coppo_clip coppo_lstm_clip ""
+    if [ $task = 3m ]; then  # where ten steps a rollout are too few
+        for flags in "" "--inner-clip-coef inf"; do
+            run coppo_lstm 3 coppo_minibatches "${coppo[@]}" --num-minibatches 4 $flags
+        done
+        run mappo_lstm 3 coppo_minibatches --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4 --num-minibatches 4
+        plot coppo_minibatches coppo_lstm_minibatches ", four minibatches"
+    fi
 done
