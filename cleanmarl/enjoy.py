@@ -68,13 +68,7 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     # folder of the shell may have modules of the same names.
     places = {str(meta.get("folder", folder)), str(Path(meta.get("path", path)).parent)} - {str(ours.parent)}
     sys.path = [*sorted(places), *(path for path in sys.path if path not in places)]
-    own = str(meta["args"].get("env_id")).removeprefix("pz/").partition(":")[0].partition(".")[0]
-    loaded = getattr(sys.modules.get(own), "__file__", None)
-    files = (Path(place, name) for place in places for name in (f"{own}.py", f"{own}/__init__.py"))
-    there = [file for file in files if file.exists()]
-    message = f"{folder} is of the {own} in {there and there[0].parent}, and this process has that of {loaded}"
-    is_same = not loaded or not there or any(file.samefile(loaded) for file in there)
-    check(is_same, f"{message}: play the run in a process of its own")
+    check_module_of(str(meta["args"].get("env_id")), places)
     try:
         if path == ours:
             module = importlib.import_module(f"cleanmarl.{name}")
@@ -88,6 +82,17 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     missing = [name for name in ("Args", "Agent", "make_envs", "make_policy") if not hasattr(module, name)]
     check(not missing, f"{path} is no script that can be played: it has no {missing[0] if missing else ''}")
     return module
+
+
+def check_module_of(env_id: str, places: set[str]) -> None:
+    """UsageError if the module of a user's environment has been imported from none of the places that have it."""
+    name = env_id.removeprefix("pz/").partition(":")[0].partition(".")[0]
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    files = (Path(place, file) for place in places for file in (f"{name}.py", f"{name}/__init__.py"))
+    there = [file for file in files if file.exists()]
+    if loaded and there and not any(file.samefile(loaded) for file in there):
+        message = f"{env_id} of the run is that of {there[0]}, and this process has imported {loaded}"
+        raise UsageError(f"{message}: play the run in a process of its own")
 
 
 class Policy:

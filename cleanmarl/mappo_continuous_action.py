@@ -141,7 +141,8 @@ class Agent(nn.Module):
             layer_init(StackedLinear(M, critic_hidden, 1), std=1.0),
         )
         # detail continuous-2: the log standard deviation is a parameter, the same in every state, 0 at first
-        self.log_std, self.num_networks = nn.Parameter(torch.zeros(M, K)), M  # a stack of M, each clipped by its norm
+        self.log_std = nn.Parameter(torch.zeros(M, K))
+        self.num_networks = M  # so that the deviations of each network are clipped by their own norm
         self.value_stats = PopArt(M, 1) if args.normalize_value else None
         self.share_parameters, self.may_die = args.share_parameters, envs.may_die
         space = envs.single_action_space  # actions that an agent does not have stay 0

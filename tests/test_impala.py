@@ -1,5 +1,6 @@
 """impala.py against independent definitions of V-trace and loss; its processes: versions, faults, copies of it."""
 
+import dataclasses
 import importlib
 import multiprocessing
 import os
@@ -358,6 +359,8 @@ def test_loss_and_gradient_are_their_definition(seed):
     np.testing.assert_allclose(stats["approx_kl"], (np.exp(log_rho) - 1 - log_rho).mean(), rtol=1e-4)
     np.testing.assert_allclose(stats["clipfrac"], (log_rho > np.log(1.5)).mean(), rtol=1e-4)
     assert 0.1 < stats["clipfrac"] < 0.9  # the batch does test clipping
+    unrolls["log_prob"] += log_rho - 1e-6  # on-policy but for a rounding
+    assert impala.impala_loss(agent, unrolls, dataclasses.replace(args, rho_clip=1.0))[1]["clipfrac"] == 0
 
 
 # proves impala-1

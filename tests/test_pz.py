@@ -527,7 +527,7 @@ for env_id in sys.argv[1:]:
     assert "pz/my_camera:Cameras: there is no module my_camera" in run("pz/my_camera:Cameras").stderr
 
 
-def test_what_is_known_of_reward_and_death(cameras, toy):
+def test_what_is_known_of_reward_and_death(cameras, toy, monkeypatch):
     """The options go before what an environment says of itself, and where nothing is known nothing good is assumed."""
     for env_id, options, expected in [
         (toy, {}, (False, True)),
@@ -542,6 +542,9 @@ def test_what_is_known_of_reward_and_death(cameras, toy):
         envs.close()
     with pytest.raises(EnvError, match="team_reward must be True or False, not 'yes'"):
         make(f"{toy}?team_reward=yes", 1)
+    monkeypatch.setitem(importlib.import_module("pz_toys.toy").Toy.metadata, "team_reward", "yes")
+    with pytest.raises(EnvError, match=r"the metadata of .*: team_reward must be True or False, not 'yes'"):
+        make(toy, 1)
 
 
 def test_an_agent_that_dies_at_the_time_limit_is_not_among_the_living(toy):
