@@ -339,7 +339,9 @@ class RayActors:
             self.look_after_silent()
             if not ready:
                 continue
-            actor = self.calls.pop(call := ready[0])
+            # the oldest answer: Ray found any one of them, and might never find that of one of the actors
+            answers = self.ray.wait(calls, num_returns=len(calls), timeout=0)[0] or ready
+            actor = self.calls.pop(call := answers[0])
             try:
                 slot = self.ray.get(call)[0]
             except self.ray.exceptions.RayError as error:
