@@ -222,7 +222,7 @@ class Player:
         steps = {name: unrolls[name].swapaxes(0, 1) for name in unrolls.dtype.names if name != "state"}  # (T, N, ...)
         device = next(agent.parameters()).device
         # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-        noise = -np.log(self.rng.standard_exponential((T, N, K), np.float32))
+        noise = -np.log(self.rng.standard_exponential((T, N, K), np.float32).clip(1e-8))  # it may be 0
         logits = np.empty_like(noise)
         unrolls["state"], steps["ep_length"][:] = self.state.cpu().numpy().swapaxes(0, 1), 0
         for t in range(T):

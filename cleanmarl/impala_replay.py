@@ -160,7 +160,7 @@ class Player:
         steps = {name: unrolls[name].swapaxes(0, 1) for name in unrolls.dtype.names}  # (T, N, ...)
         actor = as_numpy(agent.actor)
         # The argmax of logits + Gumbel noise is a sample of the softmax; -log(exponential) is Gumbel noise.
-        noise = -np.log(self.rng.standard_exponential((T, N, K), np.float32))
+        noise = -np.log(self.rng.standard_exponential((T, N, K), np.float32).clip(1e-8))  # it may be 0
         logits = np.empty_like(noise)
         steps["ep_length"][:] = 0
         for t in range(T):

@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 from cleanmarl import enjoy, impala
 from cleanmarl.actors import Actors, Parameters
@@ -288,6 +290,27 @@ def test_actions_are_samples_of_the_policy_and_log_probs_are_theirs():
     action, expected = unrolls["action"], 1 / (1 + np.exp(-1))
     assert abs(action.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / action.size)
     np.testing.assert_allclose(unrolls["log_prob"], np.log(np.where(action, expected, 1 - expected)), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["impala", "impala_replay", "impala_ray", "impala_atari_envpool"])
+def test_a_draw_of_0_takes_no_action_that_the_policy_excludes(name):
+    """NumPy's exponential noise is 0 once in ten million float32 numbers; its logarithm would outweigh any logit."""
+    need(*["envpool"] * ("envpool" in name))
+    script = importlib.import_module(f"cleanmarl.{name}")
+    args = script.Args(num_envs=2, unroll_length=3)
+    player = script.Player(args, 0, 0)
+    agent = script.Agent(player.envs, args)
+    head = [layer for layer in agent.actor.modules() if isinstance(layer, torch.nn.Linear)][-1]
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.zero_()[0] = -100
+    player.rng = SimpleNamespace(
+        standard_exponential=lambda shape, dtype: (np.arange(shape[-1]) > 0) * np.ones(shape, dtype)
+    )
+    unrolls = np.zeros(2, script.unroll_dtype(player.envs, args))
+    with warnings.catch_warnings(action="error"):
+        player.play(agent, unrolls)
+    assert (unrolls["last_action"][:, 1:] if "last_action" in unrolls.dtype.names else unrolls["action"]).all()
 
 
 # ------------------------------------------------------------------------------------------------------------- the loss
