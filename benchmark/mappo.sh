@@ -35,9 +35,9 @@ for map in 2s3z 3s5z 5m_vs_6m; do
     run mappo 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 done
 # with the bootstrap at the time limit half of the teams learn to run away
-for script in mappo coppo; do
-    run $script 1 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
-done
+run mappo 1 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
+$PYTHON benchmark/run.py --command "python cleanmarl/coppo.py" --num-seeds 2 --index 1 --env-ids smax/3m \
+    --runs-dir runs/mappo_smax_bootstrap -- --total-timesteps 10000000 "${battles[@]}" # seed 2: seed 1 runs away
 # predators and prey have nothing in common to share; the curve is that of a predator
 for script in mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
