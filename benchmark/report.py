@@ -252,11 +252,15 @@ def final_results(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def last_tenth(data: pd.DataFrame) -> pd.DataFrame:
-    """Means over the last tenth of training of those curves that are of something else than the return."""
+    """Means over the last tenth of training of those curves that are of something else than the return.
+
+    Without interval where the seeds were not kept: what is known are those of each point, which are wider.
+    """
     curves = data[~data.metric.isin([RETURN, *FINAL, PLANNED])]
     run = [*CURVE, "seed" if "seed" in data else "seeds", "metric"]
     late = curves[curves.step > 0.9 * curves.groupby(run, dropna=False).step.transform("max")]
     means = late.groupby(run, dropna=False).mean(numeric_only=True).reset_index()
+    means = means if "seed" in data else means.assign(low=np.nan, high=np.nan)
     return means.assign(metric=means.metric + LATE)
 
 

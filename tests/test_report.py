@@ -172,6 +172,16 @@ def test_intervals_are_honest():
     assert mean.tolist() == [3.0, 4.0] and np.isnan([low, high]).all()
 
 
+def test_the_last_tenth_has_an_interval_only_where_the_seeds_are_known():
+    """Seeds that take turns: each point has a range of 2, the seeds' means are the same."""
+    values = [(seed, step, float((seed + step) % 2 * 2 - 1)) for seed in (1, 2) for step in range(1, 101)]
+    seeds = pd.DataFrame([("ppo", "e", "", *v[:2], 0, 0, "x", v[2]) for v in values], columns=report.COLUMNS)
+    late = report.summary(report.last_tenth(seeds))
+    assert late[["mean", "low", "high"]].to_numpy().tolist() == [[0, 0, 0]]
+    late = report.last_tenth(report.summary(seeds))
+    assert late["mean"].tolist() == [0] and late[["low", "high"]].isna().all(axis=None)
+
+
 def scores(**tasks: list[float]) -> pd.DataFrame:
     return pd.DataFrame([(env_id, x) for env_id, xs in tasks.items() for x in xs], columns=["env_id", "score"])
 
