@@ -28,6 +28,7 @@ import signal
 import sys
 import textwrap
 import time
+import types
 import typing
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
@@ -290,12 +291,24 @@ def read_run(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def as_declared(value: Any, hint: Any) -> Any:
+    """A value of args.json as a field of this type has it: JSON has text for a path, and lists for tuples."""
+    for kind in typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]:
+        if kind is Path and isinstance(value, str):
+            return Path(value)
+        if (container := typing.get_origin(kind) or kind) in (list, tuple) and isinstance(value, list):
+            element = next(iter(typing.get_args(kind)), Any)
+            return container(as_declared(x, element) for x in value)
+    return tuple(value) if isinstance(value, list) else value
+
+
 def load_args(args_class: type, folder: Path, script: str) -> Any:
-    """The arguments of an earlier run of `script` as an instance of `args_class` (JSON lists become tuples again)."""
+    """The arguments of an earlier run of `script` as an instance of `args_class`."""
     meta = read_run(folder)
     check(meta["script"] == script, f"{folder} is a run of {meta['script']}.py, not of {script}.py")
+    hints = typing.get_type_hints(args_class)
     try:
-        return args_class(**{key: tuple(v) if isinstance(v, list) else v for key, v in meta["args"].items()})
+        return args_class(**{key: as_declared(value, hints.get(key)) for key, value in meta["args"].items()})
     except TypeError as error:
         raise UsageError(f"{folder} is a run of another version of {script}.py ({error})") from error
 

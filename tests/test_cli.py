@@ -2,9 +2,11 @@
 
 import dataclasses
 import importlib
+import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from cleanmarl.__main__ import scripts
@@ -18,6 +20,7 @@ from cleanmarl.cli import (
     UsageError,
     check_range,
     flag,
+    load_args,
     parse,
     set_up,
 )
@@ -96,6 +99,36 @@ def test_set_up_makes_runs_repeat():
     assert torch.equal(*draws) and torch.get_num_threads() == 1
     with pytest.raises(UsageError, match=r"^--device nothing is not there .*--device cpu always is$"):
         set_up(Args(device="nothing"))
+
+
+@dataclass
+class CopyArgs(Args):
+    """Fields that a copy of a script may have."""
+
+    pretrained: Path | None = None
+    places: tuple[Path, ...] = ()
+    sizes: list[int] = field(default_factory=lambda: [64, 64])
+    kernels: tuple[tuple[int, int], ...] = ((8, 4),)
+    weights: dict[str, float] = field(default_factory=dict)
+    name: str | None = None
+
+
+def test_arguments_come_back_as_they_were(tmp_path):
+    """What --resume, enjoy and load build of args.json has the types of the run that wrote it."""
+    args = CopyArgs(
+        gamma=(0.9, 0.99),
+        pretrained=Path("a.pt"),
+        places=(Path("b"),),
+        sizes=[3, 4],
+        kernels=((3, 1), (2, 2)),
+        weights={"c": 0.5},
+        name="d",
+    )
+    for wanted in (args, CopyArgs()):
+        meta = {"script": "copy", "args": dataclasses.asdict(wanted)}
+        (tmp_path / "args.json").write_text(json.dumps(meta, default=str))
+        read = load_args(CopyArgs, tmp_path, "copy")
+        assert read == wanted and type(read.sizes) is list
 
 
 @pytest.mark.parametrize("script", scripts())
