@@ -428,6 +428,53 @@ class Masked(ParallelEnv):
         return {"a": obs}, {"a": {} if self.seen else {"action_mask": mask}}
 
 
+class Shrinking(ParallelEnv):
+    """Two agents of which one dies after a step and both are done after two; the state is of those who are left."""
+
+    metadata: ClassVar = {"name": "shrinking"}
+    possible_agents: ClassVar = ["a", "b"]
+
+    def __init__(self, dies=True):
+        self.dies = dies
+
+    def observation_space(self, agent):
+        return gym.spaces.Box(0, 9, (2,))
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(2)
+
+    def observe(self, agents):
+        return dict.fromkeys(agents, np.full(2, self.t, np.float32)), {agent: {} for agent in agents}
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.t = ["a", "b"], 0
+        return self.observe(self.agents)
+
+    def step(self, actions):
+        self.t += 1
+        before, late = self.agents, self.t == 2
+        self.agents = [] if late else ["a"] if self.dies else before
+        obs, info = self.observe(before)
+        term, trunc = ({agent: agent not in self.agents and x for agent in before} for x in (not late, late))
+        return obs, dict.fromkeys(before, 0.0), term, trunc, info
+
+    def state(self):
+        return np.full(2 * len(self.agents), self.t)
+
+
+def test_a_state_that_shrinks_with_the_team_is_refused():
+    """Once nobody is left the state before stands in; while others play on it would be wrong."""
+    envs = make(Shrinking, 1, num_workers=0, dies=False)
+    envs.reset(seed=1)
+    assert envs.step(np.zeros((1, 2), int))[-1]["state"].tolist() == [[1, 1, 1, 1]]
+    info = envs.step(np.zeros((1, 2), int))[-1]
+    assert info["final_state"].tolist() == [[1, 1, 1, 1]] and info["state"].tolist() == [[0, 0, 0, 0]]
+    envs = make(Shrinking, 1, num_workers=0)
+    envs.reset(seed=1)
+    with pytest.raises(EnvError, match=r"Shrinking: state\(\) is of size 2, and was of 4 after the first reset\(\)"):
+        envs.step(np.zeros((1, 2), int))
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

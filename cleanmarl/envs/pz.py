@@ -10,7 +10,8 @@ act at once. In Python `make` takes the class or function itself, too. What the 
                     agents see pictures (H, W, C) uint8 of one shape, they stay such pictures
     action          Discrete: counted from 0; Box: flattened, an error where it leaves its bounds
     action_mask     from there or from info[agent]["action_mask"]; an agent without a legal action has action 0
-    state           env.state() flattened to float32 (the last one, where it fails without agents that are done); where
+    state           env.state() flattened to float32 (the last one, where it fails without agents that are done, or has
+                    another size when nobody is left; an error where others play on and it has another size); where
                     there is no state(), the padded observations one after another. Where agents see pictures, a
                     state() that is one stays one, and else it is theirs, one behind the other: (H, W, A * C) uint8
     reward          the environment's own, for each agent; whether it is the team's and whether agents may die is what
@@ -413,11 +414,15 @@ class Block:
                 mask_rows[i, a, 0] |= not mask_rows[i, a].any()
         try:
             state = self.envs[i].state() if lay.has_state else lay.joint(obs_rows[i])
-            state_rows[i] = np.reshape(state, lay.state_space.shape)
         except Exception:  # multiwalker has no state() of walkers that fell
             if not self.ended[i].any():
                 raise
-            state_rows[i] = self.state[i]
+            state = self.state[i]
+        if (has := np.size(state)) != (first := state_rows[i].size):
+            if (self.listed[i] & ~self.ended[i]).any():  # a critic would see the last one until the episode ends
+                raise EnvError(f"{lay.env_id}: state() is of size {has}, and was of {first} after the first reset()")
+            state = self.state[i]  # nobody is left whom it could be of
+        state_rows[i] = np.reshape(state, lay.state_space.shape)
 
 
 class PettingZooVectorEnv(MultiAgentVectorEnv):
