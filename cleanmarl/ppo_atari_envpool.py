@@ -303,7 +303,7 @@ def main(args: Args) -> Path:
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     T, N = args.num_steps, args.num_envs
     rollout = Rollout(
-        obs=np.zeros((T, N, *envs.single_observation_space.shape), np.uint8),
+        obs=np.zeros((T, N, *envs.single_observation_space.shape), envs.single_observation_space.dtype),
         action=np.zeros((T, N), np.int64),
         log_prob=np.zeros((T, N), np.float32),
         reward=np.zeros((T, N), np.float32),

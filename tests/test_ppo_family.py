@@ -4,8 +4,10 @@ import copy
 import importlib
 import math
 
+from cleanmarl.envs import make_gymnasium
 from cleanmarl.run import load_checkpoint
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -86,6 +88,31 @@ def test_the_last_step_bootstraps_from_what_follows_the_rollout(name, monkeypatc
     np.testing.assert_allclose(return_[-1], reward[-1] + args.gamma * going_on[-1] * following[0], rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(return_[:-1], reward[:-1] + args.gamma * going_on[:-1] * value[1:], rtol=1e-3, atol=1e-5)
     assert going_on[-1].any() and (abs(following[0]) > 1e-4).all()
+
+
+class FloatPictures(gym.Env):
+    """Frames (C, 84, 84) of numbers from 0 to 1, as a user's environment may have them."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, num_frames):
+        self.observation_space = gym.spaces.Box(0, 1, (num_frames, 84, 84), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.random(self.observation_space.shape, np.float32), {}
+
+    def step(self, action):
+        return self.np_random.random(self.observation_space.shape, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm", "ppo_atari_multigpu"])
+def test_a_copy_learns_from_pictures_of_floats_as_they_are(name, monkeypatch, tmp_path):
+    """Nothing but make_envs is changed; in a rollout of uint8 all of it would be black."""
+    script, frames = importlib.import_module(f"cleanmarl.{name}"), 1 if name == "ppo_atari_lstm" else 4
+    monkeypatch.setattr(script, "make_envs", lambda _, N, **__: make_gymnasium(FloatPictures, N, num_frames=frames))
+    _, _, _, arrays, batches = rollouts(name, monkeypatch, tmp_path)
+    assert 0.4 < arrays[0].obs.mean() < 0.6 and 0.4 < batches[0].obs.mean() < 0.6
 
 
 @pytest.mark.parametrize("name", PPO)
