@@ -3,11 +3,13 @@
 In Python `cleanmarl.load(run_dir)` gives the policy.
 """
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -68,7 +70,9 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     # folder of the shell may have modules of the same names.
     places = {str(meta.get("folder", folder)), str(Path(meta.get("path", path)).parent)} - {str(ours.parent)}
     sys.path = [*sorted(places), *(path for path in sys.path if path not in places)]
-    check_module_of(str(meta["args"].get("env_id")), places)
+    of_env = str(meta["args"].get("env_id")).removeprefix("pz/").partition(":")[0].partition(".")[0]
+    for module_name in {of_env} if path == ours else {of_env, *imported(path)}:
+        check_module_of(module_name, places)
     try:
         if path == ours:
             module = importlib.import_module(f"cleanmarl.{name}")
@@ -84,14 +88,25 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     return module
 
 
-def check_module_of(env_id: str, places: set[str]) -> None:
-    """UsageError if the module of a user's environment has been imported from none of the places that have it."""
-    name = env_id.removeprefix("pz/").partition(":")[0].partition(".")[0]
+def imported(path: Path) -> set[str]:
+    """The names of the modules that a copy imports, but for this package and Python's own."""
+    names = set()
+    with suppress(SyntaxError):  # who imports it is told
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(str(node.module).partition(".")[0])
+    return names - {"cleanmarl", *sys.stdlib_module_names}
+
+
+def check_module_of(name: str, places: set[str]) -> None:
+    """UsageError if a module of the user's has been imported from none of the places that have it."""
     loaded = getattr(sys.modules.get(name), "__file__", None)
     files = (Path(place, file) for place in places for file in (f"{name}.py", f"{name}/__init__.py"))
     there = [file for file in files if file.exists()]
     if loaded and there and not any(file.samefile(loaded) for file in there):
-        message = f"{env_id} of the run is that of {there[0]}, and this process has imported {loaded}"
+        message = f"the module {name} of the run is that of {there[0]}, and this process has imported {loaded}"
         raise UsageError(f"{message}: play the run in a process of its own")
 
 

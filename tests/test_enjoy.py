@@ -181,6 +181,12 @@ def test_a_copy_outside_the_package_trains_resumes_and_is_played_as_it_was(tmp_p
     film = tmp_path / "film.gif"
     again = run("-m", "cleanmarl.enjoy", str(folder), "--greedy", "--video", str(film), cwd=Path("/"))
     assert evaluation in again and film.stat().st_size > 1000
+    other = tmp_path / "other" / "my_layers.py"
+    other.parent.mkdir()
+    other.write_text("from torch.nn import Tanh as Activation\n")
+    code = f"import my_layers, cleanmarl; cleanmarl.load({str(folder)!r})"  # of another project: never without a word
+    result = subprocess.run([sys.executable, "-c", code], cwd=other.parent, capture_output=True, text=True, timeout=120)
+    assert f"of {tmp_path / 'my_layers.py'}, and this process has imported {other}" in result.stderr.splitlines()[-1]
     (tmp_path / "my_layers.py").unlink()
     command = [sys.executable, "-m", "cleanmarl.enjoy", str(folder)]
     result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120)
