@@ -419,6 +419,17 @@ class Spaces(gym.Env):
 gym.register("Spaces-v0", entry_point=Spaces)
 
 
+def test_a_class_or_function_of_any_name_is_an_environment():
+    """Those inside a function have a name that is no id of Gymnasium's."""
+
+    class Local(Counting):
+        pass
+
+    for env in (Local, lambda **_: Counting()):
+        envs = make_gymnasium(env, 2, discrete=True, vectors=True)
+        assert envs.reset(seed=1)[0].shape == (2, 2)
+
+
 class Counting(Spaces):
     """An environment that calls something of its own as RecordEpisodeStatistics calls its returns."""
 

@@ -28,6 +28,7 @@ import functools
 import importlib
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -418,7 +419,9 @@ def make_gymnasium(
         module, _, name = env_id.partition(":")
         own = import_own(env_id, module)
         wanted = name if name in gym.registry else own_name(env_id, own, name)
-    spec = wanted if isinstance(wanted, str) else gym.envs.registration.EnvSpec(env_id, entry_point=wanted)
+    spec: Any = wanted
+    if not isinstance(wanted, str):  # an id has no <locals>, as the name of a class in a function has
+        spec = gym.envs.registration.EnvSpec(re.sub(r"[^\w.:-]", "", env_id), entry_point=wanted)
     if env_id.startswith("ALE/"):
         try:
             ale_py = importlib.import_module("ale_py")
