@@ -430,6 +430,22 @@ def test_a_class_or_function_of_any_name_is_an_environment():
         assert envs.reset(seed=1)[0].shape == (2, 2)
 
 
+def test_episodes_that_a_time_limit_ends_outside_of_the_statistics_are_counted():
+    """Of those RecordEpisodeStatistics inside of it has no statistics, and an evaluation would wait for ever."""
+
+    def limited(**_):
+        return gym.wrappers.TimeLimit(gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1")), 15)
+
+    envs = make_gymnasium(limited, 2)
+    envs.reset(seed=1)
+    ends, lengths = 0, []
+    for _ in range(60):
+        *_, termination, truncation, info = envs.step(np.arange(2))  # the pole falls after 8 to 11 steps
+        ends += (termination | truncation).sum()
+        lengths += info["episode"]["l"][info["_episode"]].tolist() if "_episode" in info else []
+    assert len(lengths) == ends > 8 and max(lengths) <= 15
+
+
 class Counting(Spaces):
     """An environment that calls something of its own as RecordEpisodeStatistics calls its returns."""
 

@@ -469,5 +469,7 @@ def counts_games(env: gym.Env) -> bool:
     while isinstance(env, gym.Wrapper):
         if isinstance(env, gym.wrappers.RecordEpisodeStatistics):
             return True
+        if isinstance(env, gym.wrappers.TimeLimit):  # of an episode that it ends, none inside of it would tell
+            return False
         env = env.env
     return False
