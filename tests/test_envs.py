@@ -419,6 +419,32 @@ class Spaces(gym.Env):
 gym.register("Spaces-v0", entry_point=Spaces)
 
 
+class OneArray(gym.Env):
+    """An environment that writes every observation into one array: the step, which is 3 at its end."""
+
+    observation_space, action_space = gym.spaces.Box(0, 9, (2,)), gym.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.obs = np.zeros(2, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.obs[:] = 0
+        return self.obs, {}
+
+    def step(self, action):
+        self.obs += 1
+        return self.obs, 0.0, False, bool(self.obs[0] == 3), {}
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_a_final_observation_is_not_that_of_the_reset(vectors):
+    envs = make_gymnasium(OneArray, 2, vectors=vectors)
+    envs.reset(seed=1)
+    for _ in range(3):
+        obs, *_, info = envs.step(np.zeros(2, int))
+    assert not obs.any() and [x.min() for x in info["final_obs"]] == [3, 3]
+
+
 def test_a_class_or_function_of_any_name_is_an_environment():
     """Those inside a function have a name that is no id of Gymnasium's."""
 

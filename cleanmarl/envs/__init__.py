@@ -23,6 +23,7 @@ Pictures keep their shape and type where a script asks for them, `make(..., pict
 """
 
 import ast
+import copy
 import difflib
 import functools
 import importlib
@@ -353,6 +354,14 @@ class IndependentSeeds(gym.vector.VectorWrapper):
         return self.env.reset(seed=seeds, options=options)
 
 
+class OwnFinal(gym.Wrapper):
+    """Copies the last observation of an episode: an environment may write that of the reset into the same array."""
+
+    def step(self, action):
+        obs, reward, termination, truncation, info = self.env.step(action)
+        return copy.deepcopy(obs) if termination or truncation else obs, reward, termination, truncation, info
+
+
 def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
     """`env` with observations (D,): Box flattened, Discrete one-hot. EnvError for pictures and for other spaces."""
     space = env.observation_space
@@ -446,7 +455,7 @@ def make_gymnasium(
                 num_envs,
                 vectorization_mode="sync",
                 vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False},
-                wrappers=[*needed, *wrappers],
+                wrappers=[*needed, *wrappers, OwnFinal],
                 disable_env_checker=True,
                 **options,
             )
