@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -929,6 +929,42 @@ def test_who_plays_sees_something_at_first(num_workers):
         envs.reset(seed=1)
         obs, reward, *_ = envs.step(np.zeros((2, 2), np.int64))
     assert obs.sum(-1).tolist() == [[5, 0]] * 2 and reward.tolist() == [[1, 0]] * 2
+
+
+class Leaving(Scouts):
+    """The first leaves at step 1 and the other at step 2, the time limit, which the last step returns as `mistakes`."""
+
+    def step(self, actions):
+        returned = [dict.fromkeys(actions, value) for value in (np.ones(self.space.shape), 1.0, False, False, {})]
+        returned[3 if self.agents == ["medic"] else 2][self.agents[0]] = True
+        for i, agent, _ in self.mistakes["step"]:
+            returned[i].pop(agent, None)
+        self.agents = self.agents[1:]
+        return returned
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "mistake, what",
+    [
+        ((1, "scout"), "rewards of 'scout'"),
+        ((1, "medic"), "rewards of 'medic'"),
+        ((2, "medic"), "terminations of 'medic'"),
+        ((3, "medic"), "truncations of 'medic'"),
+        ((0, "medic"), "observations of 'medic'"),
+        (None, None),
+    ],
+)
+def test_nothing_of_a_last_step_is_lost(mistake, what, num_workers):
+    """Dictionaries of those who are left had no last reward, and a time limit without a flag was a termination."""
+    mistakes = {"step": [(*mistake, None)] if mistake else []}
+    with closing(make(Leaving, 1, num_workers=num_workers, mistakes=mistakes)) as envs:
+        envs.reset(seed=1)
+        line = rf"Leaving: step\(\) returns no {what}, whose last step it was"
+        with pytest.raises(EnvError, match=line) if what else nullcontext():
+            envs.step(np.zeros((1, 2), np.int64))
+            *_, truncation, info = envs.step(np.zeros((1, 2), np.int64))
+            assert what is None and truncation.all() and info["episode"]["r"].tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize(

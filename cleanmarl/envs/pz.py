@@ -250,6 +250,13 @@ class Layout:
                 wrong, agents = next(iter(strangers)), reprlib.repr([*self.agents])
                 raise EnvError(f"{self.env_id}: {method}() returns {what} of {wrong!r}; possible_agents are {agents}")
 
+    def check_last(self, gone: Collection[str], **returned: dict) -> None:
+        """EnvError where step() returns nothing of those whose last step it was: what they earned would be lost."""
+        for what, of_agents in returned.items():
+            if not of_agents.keys() >= {*gone}:
+                missing = next(agent for agent in gone if agent not in of_agents)
+                raise EnvError(f"{self.env_id}: step() returns no {what} of {missing!r}, whose last step it was")
+
     def check_reset(self, env, obs: dict) -> None:
         """The same for what reset() returns; those who play see something."""
         self.check_agents("reset", env.agents, observations=obs)
@@ -366,6 +373,8 @@ class Block:
         ends = {"terminations": termination, "truncations": truncation}
         self.layout.check_agents("step", actions, rewards=reward, **ends)
         self.layout.check_agents("step", env.agents, observations=obs)
+        gone = [agent for agent in actions if agent not in env.agents]
+        self.layout.check_last(gone, rewards=reward, **({} if env.agents else ends))
         self.reward[i] = [reward.get(agent, 0) * was for agent, was in zip(agents, alive)]
         terminated = np.array([bool(termination.get(agent)) for agent in agents])
         truncated = np.array([bool(truncation.get(agent)) for agent in agents])
@@ -375,11 +384,13 @@ class Block:
         self.listed[i] = listed
         living = listed & ~self.ended[i]
         done = not living.any()
-        self.truncation[i] = done and (alive & truncated & ~terminated).any()
+        cut_off = alive & truncated & ~terminated  # whose last observations have a value
+        self.truncation[i] = done and cut_off.any()
         self.termination[i] = done and not self.truncation[i]
         if done and self.layout.has_battles:
             self.battle_won[i] = env.battle_won
         if done:  # agent_mask still has those who lived until now: they have a last observation
+            self.layout.check_last([agents[a] for a in np.flatnonzero(cut_off)], observations=obs)
             self.write(i, self.final_obs, self.final_state, self.final_action_mask, obs, info)
             self.final_agent_mask[i] = alive & ~terminated
             self.begin(i)
