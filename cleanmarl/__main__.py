@@ -21,7 +21,7 @@ def scripts() -> dict[str, str]:
     """Name -> first sentence of the docstring, of every script of this package: what has a class Args and a main."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
-        tree = ast.parse(path.read_text())  # not imported, which would take seconds
+        tree = ast.parse(path.read_bytes())  # not imported, which would take seconds
         names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         if {"Args", "Agent", "main"} <= names:
             found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]

@@ -90,6 +90,8 @@ def tell(line: str, file: TextIO | None = None) -> None:
     file = sys.stdout if file is None else file
     try:
         print(line, file=file, flush=True)
+    except UnicodeEncodeError:  # the locale has no "±", or not the letters of a folder's name
+        tell(line.encode("ascii", "backslashreplace").decode(), file)
     except RuntimeError:  # a signal's, in the midst of another line
         pass
     except OSError:

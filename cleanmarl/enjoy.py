@@ -24,6 +24,7 @@ from cleanmarl.cli import (
     load_args,
     read_flags,
     read_run,
+    tell,
 )
 from cleanmarl.envs import EnvError, WorkerError
 from cleanmarl.evaluate import FilmError, Window, evaluate, pictures_per_second, save_video
@@ -63,7 +64,7 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
     """
     name, path = meta["script"], Path(folder, f"{meta['script']}.py")
     ours = Path(__file__).with_name(f"{name}.py")
-    if not path.exists() or (ours.exists() and ours.read_text() == path.read_text()):
+    if not path.exists() or (ours.exists() and ours.read_bytes() == path.read_bytes()):
         path = ours
     check(path.exists(), f"{folder} is a run of {name}.py, which is neither in the folder nor a script of this package")
     # Where the run found modules of the user's, the folder that it was started in and that of a copy: first, since the
@@ -175,7 +176,7 @@ def main(args: Args) -> dict[str, float]:
     mean, std, length = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"], metrics["eval/ep_length"]
     name = policy.script.__name__.rpartition(".")[2]
     print(f"{policy.args.env_id}, {name} at step {policy.step:,}, {args.episodes} episodes")
-    print(f"return {mean:.2f} ± {std:.2f}, length {length:.1f}")
+    tell(f"return {mean:.2f} ± {std:.2f}, length {length:.1f}")
     for key, value in metrics.items():
         if key.startswith(("eval/ep_reward_agent", "eval/battle_won")):
             print(f"  {key.removeprefix('eval/')} {value:.2f}")

@@ -103,7 +103,7 @@ class EventFile:
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Write a text in Markdown, for the tab TEXT."""
-        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode(errors="backslashreplace")])
         plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         self._add(step=step, summary=Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=plugin)]))
 

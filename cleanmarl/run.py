@@ -186,11 +186,11 @@ class Run:
 
     def _keep_script(self) -> None:
         """A copy of the script as it is now: `enjoy` plays with it, and the run can be had again."""
-        copy, text = self.folder / f"{self.script}.py", self.source.read_text()
-        if copy.exists() and copy.read_text() != text:
+        copy, text = self.folder / f"{self.script}.py", self.source.read_bytes()  # whatever the locale's encoding is
+        if copy.exists() and copy.read_bytes() != text:
             tell(f"{self.script}.py has changed since the run began; it goes on as it is now")
         if copy != self.source:
-            copy.write_text(text)
+            copy.write_bytes(text)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         temporary = self.folder / f"{name}.tmp"

@@ -538,6 +538,23 @@ def test_a_pipe_that_nobody_reads_any_more(tmp_path):
     assert (run_folder(tmp_path) / "done.json").exists()
 
 
+def test_a_locale_that_has_ascii_alone(tmp_path, monkeypatch):
+    """No "±" for an evaluation, and not the letters of a folder's name or of a script's comment."""
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    script, runs_dir = tmp_path / "ppo.py", tmp_path / "\u00fc"
+    script.write_bytes((FOLDER / "ppo.py").read_bytes() + "# \u00fcber\n".encode())
+    command = [sys.executable, script, "--total-timesteps", 2048, "--eval-episodes", 1]
+    with started(*command, "--runs-dir", runs_dir) as process:
+        out, err = process.communicate(timeout=180)
+        assert process.returncode == 0 and not err and r" \xb1 0.00, length " in out
+    folder = run_folder(runs_dir)
+    assert (folder / "ppo.py").read_bytes() == script.read_bytes()
+    with started(sys.executable, "-m", "cleanmarl.enjoy", folder, "--episodes", 1) as process:
+        out, err = process.communicate(timeout=180)
+        assert process.returncode == 0 and not err and r"\xb1" in out
+
+
 def test_a_line_in_the_midst_of_another_is_dropped(capsys):
     class Busy:
         def write(self, text):
