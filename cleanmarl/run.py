@@ -205,7 +205,7 @@ class Run:
             self.old_handlers = {s: signal.signal(s, self._on_signal) for s in signals}
         gc.collect()
         gc.freeze()  # what was imported is not searched for garbage again: a tenth of a fast script's time
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():  # None: it was closed before the start
             self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
         return self
 

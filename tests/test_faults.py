@@ -538,6 +538,14 @@ def test_a_pipe_that_nobody_reads_any_more(tmp_path):
     assert (run_folder(tmp_path) / "done.json").exists()
 
 
+def test_a_standard_error_that_was_closed_before_the_start(tmp_path):
+    """As in `python ppo.py 2>&-`: there is none to ask whether it is a terminal."""
+    command = [sys.executable, FOLDER / "ppo.py", "--total-timesteps", 2048, "--eval-episodes", 0]
+    with started(*command, "--runs-dir", tmp_path, preexec_fn=lambda: os.close(2)) as process:
+        out, _ = process.communicate(timeout=180)
+        assert process.returncode == 0 and "done: 2,048 steps" in out
+
+
 def test_a_locale_that_has_ascii_alone(tmp_path, monkeypatch):
     """No "±" for an evaluation, and not the letters of a folder's name or of a script's comment."""
     monkeypatch.setenv("LC_ALL", "C")
