@@ -234,23 +234,30 @@ class Actors:
         start = time.perf_counter()
         while not self.connections[i].poll(workers.SILENCE):
             self.look_after_silent([i] if self.deterministic else None)  # the others may wait for their turn
-        message, process = receive(self.connections[i]), self.processes[i]
+        message = receive(self.connections[i])
         self.waited += time.perf_counter() - start
         self.heard[i] = [time.monotonic()] * 2
         if message is None:
-            process.join(5)
-            code = process.exitcode
-            how = f"signal {-code}, {signal.strsignal(-code)}" if code is not None and code < 0 else f"exit code {code}"
-            raise RunError(f"actor {i} (pid {process.pid}) died ({how})")
+            raise self.death(i)
         if isinstance(message, str):
             raise RunError(f"actor {i} failed:\n{message}")
         return message
+
+    def death(self, i: int) -> RunError:
+        """The error that says how actor i ended."""
+        process = self.processes[i]
+        process.join(5)
+        code = process.exitcode
+        how = f"signal {-code}, {signal.strsignal(-code)}" if code is not None and code < 0 else f"exit code {code}"
+        return RunError(f"actor {i} (pid {process.pid}) died ({how})")
 
     def look_after_silent(self, owing: Collection[int] | None = None) -> None:
         """Actors, of those that owe an answer, that have said nothing for long: see `workers.look_after`."""
         now = time.monotonic()
         for i, (spoke, looked) in enumerate(self.heard):
             if (owing is None or i in owing) and now - looked >= workers.SILENCE and not self.connections[i].poll():
+                if not self.processes[i].is_alive():  # and what it has forked holds its end of the pipe
+                    raise self.death(i)
                 pid = self.processes[i].pid
                 workers.look_after(f"actor {i} (pid {pid})", pid, now - spoke)
                 self.heard[i][1] = now

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from cleanmarl import enjoy, impala
 from cleanmarl.actors import Actors, Parameters
 from cleanmarl.cli import RunError, launch
+from cleanmarl.envs import workers
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import RunningMeanStd
 from cleanmarl.run import load_checkpoint
@@ -701,6 +702,30 @@ def test_a_killed_actor_ends_the_run_with_a_checkpoint(tmp_path):
     lines = err.splitlines()  # and no traceback
     assert lines[-1] == f"impala: actor 0 (pid {actors[0]}) died (signal 9, Killed)" and len(lines) == 2
     wait_for(lambda: all(map(gone, actors)), 10)
+
+
+class Forking(impala.Player):
+    """Its actor dies of SIGKILL, and what it has forked holds the actor's end of the pipe."""
+
+    def play(self, agent, unrolls):
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(40)
+        os._exit(0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_actor_is_dead_although_what_it_has_forked_lives_on(deterministic, monkeypatch):
+    monkeypatch.setattr(workers, "SILENCE", 0.5)
+    monkeypatch.setattr(workers, "look_after", lambda label, pid, seconds: seconds < 30 or pytest.fail("unnoticed"))
+    args = impala.Args(**SMALL | {"num_actors": 1, "deterministic": deterministic})
+    envs = impala.make_envs(args, 1)
+    agent = impala.Agent(envs, args)
+    with (
+        pytest.raises(RunError, match=r"^actor 0 \(pid \d+\) died \(signal 9, Killed\)$"),
+        Actors(Forking, args, agent, impala.unroll_dtype(envs, args), 0) as actors,
+    ):
+        actors.take(0)
 
 
 @LINUX

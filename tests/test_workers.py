@@ -16,7 +16,10 @@ from toys import gone
 FIELDS = {"number": ((4,), np.int64), "flag": ((4, 3), np.bool_), "real": ((4, 2), np.float32)}
 
 BLOCK = """
+import os
+import signal
 import sys
+import threading
 import time
 from cleanmarl.envs.workers import share
 
@@ -34,6 +37,16 @@ class Counters:
     def sleep(self, seconds):
         time.sleep(seconds)
         return seconds
+
+    def die(self):
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        os._exit(0)
+
+    def leave(self):
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        sys.exit(3)
 
     def modules(self):
         return [name for name in ("torch", "pettingzoo") if name in sys.modules]
@@ -129,3 +142,20 @@ def test_a_slow_worker_is_waited_for(pair, capfd):
     pid = pair[0].process.pid
     assert len(lines) == 2 and lines[1].endswith("has been silent for 1 seconds; waiting for it")
     assert all(line.startswith(f"counters 0 (pid {pid}) has been silent for ") for line in lines)
+
+
+def test_a_worker_is_dead_although_what_it_has_forked_lives_on(pair, monkeypatch):
+    """And holds the worker's end of the pipe, which does not close."""
+    monkeypatch.setattr(workers, "look_after", lambda label, pid, seconds: seconds < 30 or pytest.fail("unnoticed"))
+    pid = pair[1].process.pid
+    pair[1].send("die")
+    with pytest.raises(WorkerError, match=rf"^counters 1 \(pid {pid}\) died \(signal 9, Killed\)$"):
+        pair[1].receive()
+    os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_worker_that_ends_and_does_not_come_to_an_end(pair):
+    """It called sys.exit, closed its pipe, and waits for a thread."""
+    pair[1].send("leave")
+    with pytest.raises(WorkerError, match=r"^counters 1 \(pid \d+\) died \(it closed its pipe\)$"):
+        pair[1].receive()

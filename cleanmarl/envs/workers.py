@@ -101,18 +101,27 @@ class Worker:
         """
         start = time.monotonic()
         while not self.poller.poll(1000 * SILENCE):
+            if self.process.poll() is not None:  # and what it has forked holds its end of the pipe
+                raise WorkerError(f"{self.label} died ({self.end()})")
             look_after(self.label, self.process.pid, time.monotonic() - start)
         try:
             error, reply = self.connection.recv()
         except (EOFError, OSError):
-            status = self.process.wait(5)
-            how = f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.strsignal(-status)}"
-            raise WorkerError(f"{self.label} died ({how})") from None
+            raise WorkerError(f"{self.label} died ({self.end()})") from None
         if isinstance(error, EnvError):
             raise error
         if error:
             raise WorkerError(f"{self.label} failed:\n{error}")
         return reply
+
+    def end(self) -> str:
+        """How the process ended; what closed its end of the pipe may still be ending, as where it waits for threads."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        status = self.process.returncode
+        if status is None:
+            return "it closed its pipe"
+        return f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.strsignal(-status)}"
 
 
 def look_after(label: str, pid: int, seconds: float) -> None:
