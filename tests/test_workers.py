@@ -89,6 +89,19 @@ def test_a_block_of_any_kind(block):
     assert not workers and all(process.returncode == 0 for process in running)
 
 
+def test_a_module_in_the_folder_of_now_takes_no_other_ones_place(block, tmp_path, monkeypatch):
+    """The main process has imported its own before; so must the workers."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "signal.py").write_text("raise ImportError('a signal to buy')")
+    monkeypatch.chdir(tmp_path / "here")
+    memory = new_memory()
+    share(FIELDS, memory)
+    workers = [Worker("counters", block, memory, FIELDS, 0, 4)]
+    os.close(memory)
+    assert workers[0].receive() is None and call(workers, "step") == [1, 1, 1, 1]
+    stop(workers)
+
+
 def test_a_block_that_cannot_be_built(block):
     memory = new_memory()
     share(FIELDS, memory)

@@ -73,8 +73,9 @@ class Worker:
         self.connection, theirs = Pipe()
         paths = [path for path in sys.path if isinstance(path, str)]  # Python passes over all others
         script = (
-            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the main process
-            f"signal.signal(signal.SIGTERM, signal.SIG_DFL); sys.path[:] = {paths}; "
+            f"import sys; sys.path[:] = {paths}; "  # first of all: the folder of now may have a signal.py
+            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the main process
+            "signal.signal(signal.SIGTERM, signal.SIG_DFL); "
             f"from cleanmarl.envs.workers import serve; serve({theirs.fileno()}, {memory})"
         )
         self.process = subprocess.Popen(
