@@ -173,7 +173,7 @@ class Trial:
                 entry |= {"git_commit": git_commit(), "machine": machine(), "versions": versions()}
                 write_manifest(self.runs_dir, self.key, {**entry, "tries": before})
                 tries, attempt = tries + 1, self._attempt(log, stops)
-                finished = attempt["exit_status"] == 0 and self.state() == "finished"
+                finished = self.state() == "finished"  # whatever its exit status: a library may crash after the end
                 status = "finished" if finished else "interrupted" if stops() else "failed"
                 before = [*before, attempt]
                 seconds = {key: round(sum(t[key] for t in before), 2) for key in ("wall_seconds", "cpu_seconds")}

@@ -59,6 +59,8 @@ if Path("slow").exists():
     time.sleep(float(Path("slow").read_text() or 60))
 (folder / "checkpoint.pt").write_text("saved")
 (folder / "done.json").write_text("{}")
+if Path("late").exists():
+    os.kill(os.getpid(), signal.SIGSEGV)
 """
 
 
@@ -165,6 +167,15 @@ def test_runner_tries_a_trial_that_fails_twice_and_later_repeats_only_that_one(t
     entry = manifest(toy)["python toy.py --env-id a/b --seed 2"]
     assert [t["exit_status"] for t in entry["tries"]] == [1, 1, 0] and entry["status"] == "finished"
     assert entry["cpu_seconds"] == pytest.approx(sum(t["cpu_seconds"] for t in entry["tries"]), abs=0.01)
+
+
+def test_a_trial_that_crashes_after_its_end_is_not_run_again(toy):
+    """As a library may that is taken down: the run is complete, and a second one would count its seed twice."""
+    (toy / "late").touch()
+    result = run_cli(toy, num_seeds=1)
+    assert result.returncode == 0 and "1 of 1 trials finished" in result.stdout and len(folders(toy)) == 1
+    (entry,) = manifest(toy).values()
+    assert (entry["status"], entry["exit_status"]) == ("finished", -signal.SIGSEGV)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
