@@ -34,7 +34,8 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")  # no display needed
-from cleanmarl.cli import RESUME_MAY_CHANGE, flag
+from cleanmarl.cli import RESUME_MAY_CHANGE, UsageError, flag
+from cleanmarl.cli import read_run as read_meta
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -140,8 +141,11 @@ def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
-    """One run folder as a tidy table with COLUMNS. Of points that a resumed run wrote twice, the later ones count."""
-    meta = json.loads((folder / "args.json").read_text())
+    """One run folder as a tidy table with COLUMNS. Of points that a resumed run wrote twice, the later ones count.
+
+    UsageError if the folder is not a run.
+    """
+    meta = read_meta(folder)
     args = meta["args"]
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep every point
     events.Reload()
@@ -174,7 +178,11 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
         if not (unfinished or (folder / "done.json").exists()):
             print(f"left out, unfinished: {folder}", file=sys.stderr)
             continue
-        table = read_run(folder, metrics)
+        try:
+            table = read_run(folder, metrics)
+        except UsageError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
         if table.empty:
             print(f"left out, has none of {metrics}: {folder}", file=sys.stderr)
             continue
