@@ -44,6 +44,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 START_UP = 5  # trials before any is compared with the median
 POLL_SECONDS = 2.0
+LOCK_SECONDS = 600  # that another program, as a dashboard or a backup, may lock the study
 
 
 class RunFailed(Exception):
@@ -180,8 +181,9 @@ class Search:
         self.file = (args.runs_dir / "study.lock").open("a")
         check(lock(self.file), f"another program is searching in {args.runs_dir}")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        patience = {"connect_args": {"timeout": LOCK_SECONDS}}
         self.study = optuna.create_study(
-            storage=f"sqlite:///{args.runs_dir / 'study.db'}",
+            storage=optuna.storages.RDBStorage(f"sqlite:///{args.runs_dir / 'study.db'}", engine_kwargs=patience),
             study_name="tune",
             direction="maximize",
             sampler=optuna.samplers.TPESampler(seed=1),

@@ -3,9 +3,12 @@
 import dataclasses
 import gc
 import json
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -204,6 +207,18 @@ def test_a_search_that_was_killed_goes_on_where_it_was(toy):
     search.work()
     assert [t.params["x"] for t in search.study.get_trials(states=[TrialState.COMPLETE])] == [0.9, 0.7]
     assert len(list((toy / "runs").glob("*/done.json"))) == len(list((toy / "runs").glob("*/started"))) == 2
+
+
+def test_a_study_that_another_program_has_locked_is_waited_for(toy):
+    """SQLite by itself would give up after five seconds, and the search would end in the midst of its trials."""
+    search = tune.Search(toy_args(1), [], lambda: 0)
+    with closing(sqlite3.connect("runs/study.db", isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        release = threading.Timer(7, other.execute, ["COMMIT"])
+        release.start()
+        search.work()
+        release.join()
+    assert [trial.state for trial in search.study.trials] == [TrialState.COMPLETE]
 
 
 def test_a_folder_goes_on_with_its_own_search_alone(toy, capsys):
