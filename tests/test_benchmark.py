@@ -253,7 +253,7 @@ def without_slurm(toy: Path) -> dict:
     return {**os.environ, "PATH": os.pathsep.join(folders)}
 
 
-def wait_for(condition, seconds: float = 30) -> None:
+def wait_for(condition, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "timed out"

@@ -108,8 +108,9 @@ def test_every_fault_is_seen(what, fault, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "SIGNALS", {"SIGTERM": 1})
     monkeypatch.setattr(faults, "TARGETS", {"group": 1})
     monkeypatch.setattr(faults, "WINDOW", {"training": 0.3})
-    monkeypatch.setattr(faults, "PATIENCE", 1)
-    monkeypatch.setattr(faults, "SECONDS_TO_VANISH", 0.5)
+    # short where there is nothing to wait for
+    monkeypatch.setattr(faults, "PATIENCE", 1 if what == "does not end" else 60)
+    monkeypatch.setattr(faults, "SECONDS_TO_VANISH", 0.5 if what in ("does not end", "leaves a process") else 60)
     victim = faults.Victim("ppo", 0, 1, tmp_path)
     victim.start = lambda steps, fork: faults.Started([tmp_path / "fake.py", what, folder, other], tmp_path, fork)
     try:
@@ -147,7 +148,7 @@ def test_a_script_that_does_not_run_here_is_left_out_and_named(tmp_path, monkeyp
 def test_only_what_it_started_is_ended(tmp_path):
     with faults.Started(["-c", "import time; time.sleep(60)"], tmp_path) as one:
         other = faults.Started(["-c", "import time; time.sleep(60)"], tmp_path)
-        assert faults.wait_for(lambda: faults.marked(other.mark) == [other.process.pid], 10)
+        assert faults.wait_for(lambda: faults.marked(other.mark) == [other.process.pid], 60)
         assert len(other.end(patience=0)) == 1 and other.process.returncode == -signal.SIGKILL
         assert one.process.poll() is None and faults.marked(one.mark) == [one.process.pid]
     assert one.process.returncode == -signal.SIGKILL
@@ -157,7 +158,7 @@ def test_a_sample_counts_what_a_process_holds(tmp_path):
     script = "import sys, threading, time; x = bytearray(2 * 10**7); files = [open('/dev/null') for _ in range(7)]; "
     script += "threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); print('step 1,000/9'); "
     with faults.Started(["-c", f"{script}sys.stdout.flush(); time.sleep(60)"], tmp_path) as started:
-        assert faults.wait_for(lambda: "step" in started.out.read_text(), 20)
+        assert faults.wait_for(lambda: "step" in started.out.read_text(), 60)
         row = faults.sample(started)
     assert (row["processes"], row["threads"], row["descriptors"], row["step"]) == (1, 2, 10, 1000)
     assert 20 < row["memory"] < 60 and row["shared"] == 0

@@ -701,7 +701,7 @@ def test_a_killed_actor_ends_the_run_with_a_checkpoint(tmp_path):
     assert f"saved step {step:,} in {folder}" in err
     lines = err.splitlines()  # and no traceback
     assert lines[-1] == f"impala: actor 0 (pid {actors[0]}) died (signal 9, Killed)" and len(lines) == 2
-    wait_for(lambda: all(map(gone, actors)), 10)
+    wait_for(lambda: all(map(gone, actors)), 60)
 
 
 class Forking(impala.Player):
@@ -734,7 +734,7 @@ def test_a_killed_learner_leaves_no_actor(tmp_path):
         actors = actors_of(process, 1, tmp_path)
         assert not any(map(gone, actors))
         process.kill()
-        wait_for(lambda: all(map(gone, actors)), 20)
+        wait_for(lambda: all(map(gone, actors)), 60)
         _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL and not err and no_memory_of(process.pid, *actors)
 
@@ -765,7 +765,7 @@ def test_a_learner_killed_while_it_writes_leaves_no_actor(tmp_path):
         actor = int(process.stdout.readline())
         assert process.wait(timeout=60) == -signal.SIGKILL
         try:
-            wait_for(lambda: gone(actor), 10)
+            wait_for(lambda: gone(actor), 60)
         finally:
             if not gone(actor):
                 os.kill(actor, signal.SIGKILL)
@@ -790,7 +790,7 @@ def test_ctrl_c_leaves_nothing_and_the_run_goes_on_later(tmp_path, monkeypatch):
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the actors too
         out, err = process.communicate(timeout=60)
         assert process.returncode == 130 and not err
-    wait_for(lambda: all(map(gone, actors)), 10)
+    wait_for(lambda: all(map(gone, actors)), 60)
     assert no_memory_of(process.pid, *actors)
     (folder,) = tmp_path.iterdir()
     step = load_checkpoint(folder)["step"]

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from cleanmarl import enjoy, maddpg
@@ -21,7 +20,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from toys import Quiet, Toy, double, scalars
+from toys import Quiet, Toy, double, hears, scalars, wait_for
 
 SMALL = {"total_timesteps": 400, "batch_size": 4, "eval_episodes": 0, "eval_steps": 4, "num_eval_ep": 2, "log_every": 2}
 CPU = torch.device("cpu")
@@ -454,14 +453,15 @@ def test_who_dies_in_the_step_of_a_time_limit_has_no_value_beyond_it():
     assert buffer.sample(1, CPU).goes_on.tolist() == [[[1, 0, 1]]]
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 def test_a_signal_stops_the_run_whatever_is_logged(tmp_path):
     flags = ["--total-timesteps", "10000000", "--log-every", "1000000", "--runs-dir", str(tmp_path)]
     with subprocess.Popen([sys.executable, "-m", "cleanmarl.maddpg", *flags], stdout=subprocess.PIPE, text=True) as run:
         folder = Path(run.stdout.readline().removeprefix("run folder: ").strip())
-        time.sleep(3)
-        run.send_signal(signal.SIGTERM)
         try:
-            out, _ = run.communicate(timeout=30)
+            wait_for(lambda: hears(run.pid, signal.SIGTERM))
+            run.send_signal(signal.SIGTERM)
+            out, _ = run.communicate(timeout=60)
         finally:
             run.kill()
     assert run.returncode == 143

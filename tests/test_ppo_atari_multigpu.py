@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 from cleanmarl import enjoy, ppo_atari_multigpu
 from cleanmarl.cli import UsageError
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from toys import wait_for
 
 pytest.importorskip("envpool")
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no Gloo")
@@ -138,16 +138,13 @@ def test_all_processes_go_on_from_what_the_first_has_resumed(tmp_path):
 
 
 def test_a_signal_saves_and_ends_all_processes(tmp_path):
-    process = torchrun(tmp_path, *flags(SMALL | {"total_timesteps": 10_000_000}))
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("runs/*/events*")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(3)
+    process = torchrun(tmp_path, *flags(SMALL | {"total_timesteps": 10_000_000, "checkpoint_interval": 1}))
+    # once there is one, both have learned
+    wait_for(lambda: list(tmp_path.glob("runs/*/checkpoint.pt")) or process.poll() is not None, 240)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert "continue with --resume" in out, out
+    out, _ = process.communicate(timeout=120)
     (folder,) = (tmp_path / "runs").iterdir()
-    assert load_checkpoint(folder)["step"] > 0
+    assert f"stopped at step {load_checkpoint(folder)['step']:,}; continue with --resume" in out, out
 
 
 def test_what_does_not_divide(tmp_path, monkeypatch):

@@ -678,7 +678,7 @@ def test_close_leaves_nothing():
     running = pids(envs)
     del envs
     gc.collect()
-    assert wait_for(lambda: all(map(gone, running)), 3)
+    assert wait_for(lambda: all(map(gone, running)), 60)
 
 
 @LINUX
@@ -694,7 +694,7 @@ def test_killed_worker():
     ) as caught:
         for _ in range(3):
             envs.step(np.zeros((4, 3), np.int64))
-    assert time.monotonic() - start < 10 and "\n" not in str(caught.value)
+    assert time.monotonic() - start < 60 and "\n" not in str(caught.value)
     assert all(map(gone, running)) and envs.closed
 
 
@@ -735,7 +735,7 @@ while True:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert wait_for(lambda: all(map(gone, running)), 5)
+    assert wait_for(lambda: all(map(gone, running)), 60)
 
 
 @LINUX
@@ -759,7 +759,7 @@ print(*pids, flush=True)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()
     assert lines[0] == "running" and len(lines) == 2 and not done.stderr
-    assert wait_for(lambda: all(gone(int(pid)) for pid in lines[1].split()), 5)
+    assert wait_for(lambda: all(gone(int(pid)) for pid in lines[1].split()), 60)
 
 
 def test_illegal_actions(toy):

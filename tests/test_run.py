@@ -37,7 +37,7 @@ from optional import need
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
-from toys import gone, scalars, wait_for
+from toys import gone, hears, scalars, wait_for
 
 SCRIPTS = {"ppo": ppo, "ippo": ippo}
 FOLDER = Path(ppo.__file__).parent
@@ -472,8 +472,7 @@ def test_a_summary_writer_of_the_same_second_has_a_file_of_its_own(tmp_path, mon
             writer.add_histogram("own/weights", np.arange(step), step)
             writer.add_scalar("own/mean", step, step)
             run.log({"train/policy_loss": step})
-    names = [path.name.split(".")[3] for path in folder.glob("events*")]
-    assert len(names) == 4 and len(set(names)) == 2  # two of each second
+    assert len(list(folder.glob("events*"))) == 4  # two of each second, if the machine was not too busy
     points = scalars(folder)
     assert points["train/policy_loss"] == points["own/mean"] == [(10, 10), (20, 20)]
     histograms = EventAccumulator(str(folder), size_guidance={"histograms": 0}).Reload().Histograms("own/weights")
@@ -548,7 +547,7 @@ def test_signal_saves_and_leaves_no_process(signum, status, tmp_path, monkeypatc
         process.send_signal(signum)
         out, err = process.communicate(timeout=60)
         assert process.returncode == status and not err
-    wait_for(lambda: all(map(gone, workers)), 5)
+    wait_for(lambda: all(map(gone, workers)), 60)
     step = load_checkpoint(folder)["step"]
     assert step > 0 and scalars(folder)["train/policy_loss"][-1][0] == step
     assert f"stopped at step {step:,}; continue with --resume {folder}" in out
@@ -569,7 +568,7 @@ def test_a_signal_ends_the_evaluation_too(tmp_path, monkeypatch):
         wait_for(lambda: (folder / "checkpoint.pt").exists())
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         assert process.returncode == 143 and not err
     assert f"stopped at step 64; continue with --resume {folder}" in out and not (folder / "done.json").exists()
     monkeypatch.setattr(sys, "argv", ["ppo.py", "--resume", str(folder), "--eval-episodes", "2"])
@@ -604,17 +603,17 @@ def test_killed_worker_ends_the_run(env_id, package, tmp_path):
     assert load_checkpoint(folder)["step"] > 0 and not (folder / "done.json").exists()
 
 
+@LINUX
 def test_second_interrupt_stops_at_once(tmp_path):
     """The update under way would take hours."""
     with started("ppo", "--update-epochs", 10**9, "--runs-dir", tmp_path) as process:
-        run_folder(tmp_path)
-        time.sleep(1)  # the handlers are there right after the events
+        wait_for(lambda: hears(process.pid, signal.SIGTERM))  # Python itself has a handler of SIGINT alone
         process.send_signal(signal.SIGINT)
         assert "run folder" in process.stdout.readline() and "stopping" in process.stdout.readline()
         time.sleep(0.5)
         assert process.poll() is None  # it tries to finish the update
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 130 and not err
 
 

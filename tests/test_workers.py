@@ -1,6 +1,7 @@
 """Worker processes of environments that are not PettingZoo's; what is common to all is tested in test_pz.py."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -137,7 +138,7 @@ def test_a_stopped_worker_is_told_after_a_silence_and_ended(pair):
     assert "\n" not in str(error.value)
     start = time.monotonic()
     stop(pair)
-    assert gone(first) and gone(second) and time.monotonic() - start < 4
+    assert gone(first) and gone(second) and time.monotonic() - start < 30
 
 
 def test_a_worker_that_was_stopped_for_a_while_is_not_lost(pair):
@@ -150,11 +151,10 @@ def test_a_worker_that_was_stopped_for_a_while_is_not_lost(pair):
 
 def test_a_slow_worker_is_waited_for(pair, capfd):
     """However long it takes; a line tells which one it is."""
-    assert call(pair, "sleep", 1.3) == 1.3
+    assert call(pair[:1], "sleep", 3) == 3
     lines = capfd.readouterr().err.splitlines()
-    pid = pair[0].process.pid
-    assert len(lines) == 2 and lines[1].endswith("has been silent for 1 seconds; waiting for it")
-    assert all(line.startswith(f"counters 0 (pid {pid}) has been silent for ") for line in lines)
+    line = rf"counters 0 \(pid {pair[0].process.pid}\) has been silent for \d+ seconds; waiting for it"
+    assert len(lines) > 1 and all(re.fullmatch(line, said) for said in lines)
 
 
 def test_a_worker_is_dead_although_what_it_has_forked_lives_on(pair, monkeypatch):

@@ -245,6 +245,12 @@ def wait_for(condition, seconds: float = 60):
     return value
 
 
+def hears(pid: int, signum: int) -> bool:
+    """Whether a process has a handler of its own for a signal; reads /proc."""
+    handled = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return handled is not None and bool(int(handled[1], 16) >> (signum - 1) & 1)
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended, even if nobody has asked for its status; reads /proc."""
     try:
