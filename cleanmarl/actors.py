@@ -273,10 +273,13 @@ class Actors:
         for connection in self.connections:
             connection.close()
         end = time.monotonic() + 2
-        for process in self.processes:
-            process.join(max(0, end - time.monotonic()))
-            process.kill()
-            process.join()
+        try:
+            for process in self.processes:
+                process.join(max(0, end - time.monotonic()))
+        finally:  # if Ctrl-C was pressed once more, at once: Python would wait for them at its exit
+            for process in self.processes:
+                process.kill()
+                process.join()
 
 
 class RayActor:

@@ -829,6 +829,29 @@ def test_actors_that_cannot_start_end_the_others():
     assert started and not multiprocessing.active_children() and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+class Hanging(impala.Player):
+    def play(self, agent, unrolls):
+        time.sleep(600)
+
+
+@LINUX
+def test_who_interrupts_the_end_leaves_no_actor(monkeypatch):
+    """Ctrl-C for the third time, while an actor that hangs has its two seconds; at its exit Python waits for all."""
+    args = impala.Args(**SMALL | {"num_actors": 2})
+    envs = impala.make_envs(args, 1)
+    actors = Actors(Hanging, args, impala.Agent(envs, args), impala.unroll_dtype(envs, args), 0)
+    first, join = actors.processes[0], actors.processes[0].join
+
+    def interrupted(timeout=None):
+        monkeypatch.setattr(first, "join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        actors.close()
+    assert not multiprocessing.active_children()
+
+
 def test_a_failing_actor_shows_its_traceback(tmp_path):
     with pytest.raises(RunError, match=r"(?s)actor 0 failed:\nTraceback.*the clock is broken"):
         impala.main(impala.Args(**SMALL | {"num_actors": 1, "env_id": BROKEN, "runs_dir": str(tmp_path)}))

@@ -172,3 +172,18 @@ def test_a_worker_that_ends_and_does_not_come_to_an_end(pair):
     pair[1].send("leave")
     with pytest.raises(WorkerError, match=r"^counters 1 \(pid \d+\) died \(it closed its pipe\)$"):
         pair[1].receive()
+
+
+def test_who_interrupts_the_end_leaves_no_worker(pair, monkeypatch):
+    """Ctrl-C for the third time, while a worker that is busy has its two seconds."""
+    pair[0].send("sleep", 60)
+    pids, wait = [worker.process.pid for worker in pair], pair[0].process.wait
+
+    def interrupted(timeout=None):
+        monkeypatch.setattr(pair[0].process, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair[0].process, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stop(pair)
+    assert not pair and all(map(gone, pids))

@@ -149,13 +149,15 @@ def stop(workers: list[Worker]) -> None:
     for worker in workers:
         worker.connection.close()
     end = time.monotonic() + 2
-    for worker in workers:
-        try:
-            worker.process.wait(max(0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    try:
+        for worker in workers:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0, end - time.monotonic()))
+    finally:  # if Ctrl-C was pressed once more, at once
+        for worker in workers:
             worker.process.kill()
             worker.process.wait()
-    workers.clear()
+        workers.clear()
 
 
 def serve(descriptor: int, memory: int) -> None:
