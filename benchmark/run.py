@@ -246,9 +246,11 @@ class Progress:
         self.outcomes: dict[str, str] = {}  # key of a trial -> how it ended
         self.skipped, self.shown = 0, 0.0
 
-    def ended(self, trial: Trial, outcome: str, seconds: float) -> None:
+    def ended(self, trial: Trial, outcome: str, seconds: float | None) -> None:
+        """seconds: None if nobody knows them, as of a trial whose own runner was killed."""
         self.outcomes[trial.key] = outcome
-        text = f"{trial}: {outcome} after {timedelta(seconds=round(seconds))}, {trial.folder()}"
+        after = "" if seconds is None else f" after {timedelta(seconds=round(seconds))}"
+        text = f"{trial}: {outcome}{after}, {trial.folder()}"
         if not self.is_terminal or outcome == "failed":
             print(f"{self._clear()}{text} | {self.line()}", flush=True)
         if outcome == "failed":
@@ -348,7 +350,7 @@ def run_all(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
                 trial = pending.pop(future)
                 entry = read_manifest(args.runs_dir).get(trial.key, {})
                 if future.result() != "interrupted" or "wall_seconds" in entry:
-                    progress.ended(trial, future.result(), entry.get("wall_seconds", 0.0))
+                    progress.ended(trial, future.result(), entry.get("wall_seconds"))
             progress.show()
             time.sleep(0.1)
     ended = list(progress.outcomes.values())

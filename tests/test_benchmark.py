@@ -214,6 +214,7 @@ def test_a_trial_whose_runner_was_killed_is_waited_for(toy):
     runner.wait()
     result = cli("run.py", *GRID, "--num-seeds", "1", cwd=toy)
     assert result.returncode == 0 and len(folders(toy)) == 1, result.stdout  # its process went on and finished
+    assert "finished after" not in result.stdout and ("finished, runs" in result.stdout or "skipped" in result.stdout)
     ((key, entry),) = manifest(toy).items()
     assert (entry["status"], toy / entry["run_folder"]) == ("finished", folders(toy)[0])
     assert entry["tries"] == [] and not {"end", "wall_seconds"} & set(entry)  # of which nobody knows
