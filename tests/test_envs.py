@@ -917,6 +917,7 @@ def test_lbf_with_five_foods_is_the_task_of_four_with_one_more():
         pytest.param("lbf/Foraging-8x8-2p-2f-cop-v3", {}, "did you mean lbf/Foraging-8x8", marks=needs("lbforaging")),
         pytest.param("lbf/CartPole-v1", {}, "unknown environment 'lbf/CartPole-v1'", marks=needs("lbforaging")),
         pytest.param("lbf/Foraging-8x8-2p-2f-v3", {"food": 1}, "cannot be built .*'food'", marks=needs("lbforaging")),
+        pytest.param("lbf/Foraging-8x8-2p-2f-v3", {"sight": "x"}, "cannot be built .*'x'", marks=needs("lbforaging")),
         pytest.param("rware/rware-tiny-2ag-v1", {}, "did you mean rware/rware-tiny-2ag-v2", marks=needs("rware")),
         ("jumanji/RobotWarehouse", {}, "did you mean jumanji/RobotWarehouse-v0"),
         ("jumanji/Cleaner-v0", {"size": 1}, "no option 'size'"),

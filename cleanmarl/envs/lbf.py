@@ -80,6 +80,7 @@ class ForagingVectorEnv(BatchedVectorEnv):
     def __init__(self, name: str, num_envs: int, render_mode: str | None = None, **options):
         self.env_id, self.render_mode = f"lbf/{name}", render_mode
         self.game = game = package_env(name, **options)  # for the starts of episodes
+        game.reset(seed=0)  # it looks at some options only now
         self.max_steps = self.time_limit = game._max_episode_steps
         A, F = game.n_agents, game.max_num_food
         self._set_up(num_envs, A, obs_size=game.observation_space[0].shape[0], num_actions=len(MOVES))
