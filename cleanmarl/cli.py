@@ -386,6 +386,9 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
     Under torchrun the first process says what all have found; it ends them all when one has ended.
     """
     script, rank = Path(sys.argv[0]).stem, int(os.environ.get("RANK", 0))
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # a standard stream that is closed, as by `<&-`: no file or pipe of ours may take its number
+    os.close(descriptor)
     keep_freed_memory()
     try:
         main(parse(args_class, sys.argv[1:], script))

@@ -546,6 +546,15 @@ def test_a_standard_error_that_was_closed_before_the_start(tmp_path):
         assert process.returncode == 0 and "done: 2,048 steps" in out
 
 
+def test_a_standard_input_that_was_closed_before_the_start():
+    """As in `nohup python ippo.py <&- &`: the shared memory of workers got its number, and their own input took it."""
+    code = "import os; from cleanmarl import cli; cli.parse = lambda *_: None; "
+    code += "cli.launch(lambda _: print(os.open(os.devnull, os.O_RDONLY)), None)"
+    with started(sys.executable, "-c", code, preexec_fn=lambda: os.close(0)) as process:
+        out, err = process.communicate(timeout=180)
+        assert process.returncode == 0 and not err and int(out) > 2
+
+
 def test_a_locale_that_has_ascii_alone(tmp_path, monkeypatch):
     """No "±" for an evaluation, and not the letters of a folder's name or of a script's comment."""
     monkeypatch.setenv("LC_ALL", "C")
