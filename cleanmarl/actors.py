@@ -344,8 +344,8 @@ class RayActors:
         self.publish(version)
         start = time.perf_counter()
         while True:
-            calls = list(self.calls)
-            ready, _ = self.ray.wait(calls[:1] if self.args.deterministic else calls, timeout=workers.SILENCE)
+            calls = list(self.calls)[: 1 if self.args.deterministic else None]
+            ready, _ = self.ray.wait(calls, timeout=workers.SILENCE)
             self.look_after_silent()
             if not ready:
                 continue
