@@ -47,6 +47,11 @@ for script in mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
 done
 run ippo_per_agent 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters --gamma 0.99 --no-normalize-value
+for script in mappo coppo; do
+    run $script 3 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters
+done
+run ippo_per_agent 3 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters --gamma 0.99 \
+    --no-normalize-value
 # the authors take ReLU for all of these tasks but simple_spread
 for script in mappo coppo; do
     run $script 5 mpe/simple_speaker_listener_v4 runs/mappo_relu --total-timesteps 400000 --activation relu
@@ -69,6 +74,9 @@ plot foraging_15x15 \
     --note "MAPPO with 32 environments, rollouts of 50 steps and a discount of 0.99; values with this discount and normalised rewards, QMIX with VDN's learning rate and target"
 plot simple_tag_v3 --tag rollout/ep_reward_agent_0 \
     --note "networks of their own for all agents (\`--no-share-parameters\`); \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`; the curve is a predator, the table the sum of all agents"
+
+plot simple_adversary --tag rollout/ep_reward_agent_1 \
+    --note "networks of their own for all agents (\`--no-share-parameters\`); \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`; the curve is an agent of the pair, the table the sum of all three"
 
 # recurrent; coppo_lstm with rollouts of the others' size, its default of 8 x 400 steps is for StarCraft
 recurrent() {  # number of seeds, id of the environment, folder of the runs, flags
