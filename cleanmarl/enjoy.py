@@ -93,7 +93,7 @@ def imported(path: Path) -> set[str]:
     """The names of the modules that a copy imports, but for this package and Python's own."""
     names = set()
     with suppress(SyntaxError):  # who imports it is told
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
