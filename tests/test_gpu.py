@@ -1,4 +1,4 @@
-"""Every script with --device cuda: it learns what it learns on the CPU, twice the same, and a run may change devices."""
+"""Every script with --device cuda: it learns what it learns on the CPU, twice the same; a run may change devices."""
 
 import dataclasses
 import importlib
