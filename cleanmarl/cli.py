@@ -224,6 +224,9 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # which meta has not
+        learners, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        message = f"{learners} processes of torchrun need a GPU each, and this machine has {gpus}"
+        check(device.type != "cuda" or learners <= gpus, message)
         check(device.type != "cpu" or not device.index, f"--device {name} is not there; --device cpu always is")
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -411,6 +414,10 @@ def what_to_say(error: Exception) -> tuple[str, int] | None:
         return str(error), 1
     if reason := memory_error(error):
         return f"not enough memory: {reason[:200]}", 1
+    if "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        # the compiler is there, and this loss is too much for it; torch has said more before
+        reason = next(line for line in str(error).splitlines() if line.strip())
+        return f"--compile cannot compile a loss of this script here ({reason}); run it without", 1
     # gloo's and NCCL's ways to say it
     is_lost = isinstance(error, torch.distributed.DistError) or re.search(
         "Connection (closed|reset) by peer|Broken pipe|onnection was closed|Socket Timeout", str(error)

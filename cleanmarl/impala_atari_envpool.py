@@ -8,6 +8,7 @@ Paper: Espeholt et al. 2018 (arXiv:1802.01561). Parent: impala.py.
 """
 
 import math
+import os
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -209,7 +210,9 @@ class Player:
     def __init__(self, args: Args, index: int, step: int):
         self.args = args
         self.rng = np.random.default_rng([args.seed, step, index])  # a resumed run begins new episodes
-        self.envs = make_envs(args, args.num_envs)
+        # envpool would start a thread for every core, in each of the actors
+        num_threads = max(1, (os.cpu_count() or 1) // max(1, args.num_actors))
+        self.envs = make_envs(args, args.num_envs, num_threads=min(args.num_envs, num_threads))
         self.obs, _ = self.envs.reset(seed=int(self.rng.integers(2**31)))
         N = args.num_envs
         self.start, self.action, self.reward = np.ones(N, bool), np.zeros(N, np.int64), np.zeros(N, np.float32)

@@ -133,6 +133,22 @@ def test_without_a_compiler_it_ends_with_one_line(tmp_path):
     assert re.fullmatch(r"ppo: --compile needs a C\+\+ compiler .*No working C\+\+ compiler.*\n", result.stderr)
 
 
+@COMPILER
+def test_a_loss_that_the_compiler_cannot_compile_ends_with_one_line(tmp_path):
+    """A compiler that can do what is tried at the start and breaks at the loss, as Triton has done on a GPU."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        '#!/bin/sh\nfor x; do case "$x" in *.main.cpp) grep -q "exp(" "$x" && exit 1;; esac; done\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    argv = ["cleanmarl/ppo.py", "--compile", "--runs-dir", str(tmp_path / "runs"), "--total-timesteps", "1024"]
+    env = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    result = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert re.fullmatch(r"ppo: --compile cannot compile a loss of this script here \(.+\); run it without", last)
+
+
 ATARI = SimpleNamespace(
     single_observation_space=gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), single_action_space=gym.spaces.Discrete(6)
 )

@@ -1,6 +1,7 @@
 """impala_atari_envpool.py: networks, LSTM, what the actor writes down, the loss, the processes, the run."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -333,6 +334,14 @@ def test_learns_what_a_picture_asks_for_in_seconds(tmp_path, monkeypatch):
     folder = impala.main(impala.Args(**flags, total_timesteps=6_400, eval_episodes=0, runs_dir=str(tmp_path)))
     returns = [value for _, value in learned(folder)["rollout/ep_reward"]]
     assert returns[0] < 3 and np.mean(returns[-3:]) > 5  # a random policy has 1.33, the best one 8
+
+
+@pytest.mark.parametrize("num_actors, num_threads", [(0, 4), (1, 4), (3, 2), (14, 1)])
+def test_actors_share_the_cores(num_actors, num_threads, monkeypatch):
+    """Threads of envpool: 14 actors with one for each of 16 cores learned less in a second than 8."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    player = impala.Player(impala.Args(**SMALL | {"num_actors": num_actors, "num_envs": 4}), 0, 0)
+    assert player.envs.pool.config["num_threads"] == num_threads
 
 
 @pytest.mark.parametrize("num_actors", [1, "ray"])

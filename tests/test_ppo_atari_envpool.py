@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -91,6 +92,17 @@ def test_trajectories_are_envpools_without_the_steps_that_reset(game, options):
 
 
 # proves atari-3
+def test_processes_of_torchrun_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    threads = []
+    for processes in (None, 2, 99):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes or 1))
+        envs = EnvPool("Breakout-v5", 4)
+        envs.reset(seed=1)
+        threads.append(envs.pool.config["num_threads"])
+    assert threads == [4, 3, 1]
+
+
 def test_five_lives_are_one_game_and_its_score():
     envs, quiet, lost, score, length = make("Breakout", 2), Quiet(), 0, 0, 0
     rng = np.random.default_rng(0)

@@ -63,7 +63,8 @@ class EnvPool(gym.vector.VectorEnv):
         check_memory(f"{env_id}: what {num_envs:,} environments show", 3.0 * num_envs * size)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        options = {"num_threads": min(num_envs, os.cpu_count() or 1)} | options
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of torchrun share them
+        options = {"num_threads": max(1, min(num_envs, cores))} | options
         options |= {"num_envs": num_envs, "render_mode": render_mode}
         self.new_pool = functools.partial(envpool.make, env_id, "gymnasium", **options)
 
