@@ -106,7 +106,7 @@ class RunArgs:
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 1
     """seed of the networks, the policies' samples, the minibatches and the environments"""
     device: str = "cpu"
-    """torch device: cpu, cuda, cuda:1, mps; small networks are fastest on the CPU"""
+    """torch device: cpu, cuda, cuda:1, mps; small networks gain little from a GPU"""
     torch_threads: PositiveInt = 1
     """threads of torch on the CPU"""
     runs_dir: str = "runs"
