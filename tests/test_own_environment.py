@@ -12,6 +12,7 @@ from cleanmarl import ippo, ppo
 from cleanmarl.envs import EnvError, make, make_gymnasium
 from cleanmarl.run import load_checkpoint
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from mpe2 import simple_v3
@@ -21,6 +22,42 @@ PAGE = (ROOT / "docs" / "own_environment.md").read_text()
 BLOCKS = re.findall(r"```(python|sh|diff)\n(.*?)```", PAGE, flags=re.DOTALL)
 FILES = {name[1]: text for _, text in BLOCKS if (name := re.match(r"# (\w+\.py)\n", text))}
 SMALL = "--total-timesteps 3200 --num-envs 4 --eval-episodes 2"
+
+
+class Corridor(gym.Env):
+    """Two observations and five steps."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+class Unlike(Corridor):
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+
+
+class OfOldGym(Corridor):
+    def reset(self):
+        return np.zeros(2, np.float32)
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+def test_an_observation_unlike_its_space_is_one_line(vectors):
+    assert make_gymnasium(Corridor, 2, vectors=vectors).reset(seed=1)[0].shape == (2, 2)
+    with pytest.raises(
+        EnvError, match=r"Unlike: reset\(\) gave an observation \(2,\), and its observation_space has \(3,\)"
+    ):
+        make_gymnasium(Unlike, 2, vectors=vectors).reset(seed=1)
+
+
+def test_an_environment_of_the_old_gym_is_one_line():
+    with pytest.raises(EnvError, match=r"OfOldGym: its reset takes no seed, as in the old Gym; Gymnasium's is reset\("):
+        make_gymnasium(OfOldGym, 2)
 
 
 @pytest.fixture

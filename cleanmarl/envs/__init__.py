@@ -27,6 +27,7 @@ import copy
 import difflib
 import functools
 import importlib
+import inspect
 import math
 import os
 import re
@@ -357,6 +358,14 @@ class IndependentSeeds(gym.vector.VectorWrapper):
 class OwnFinal(gym.Wrapper):
     """Copies the last observation of an episode: an environment may write that of the reset into the same array."""
 
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        obs, info = self.env.reset(seed=seed, options=options)
+        wanted, found = self.observation_space.shape, np.shape(obs)
+        if isinstance(self.observation_space, gym.spaces.Box) and found != wanted:
+            name = self.spec.id if self.spec else self.env
+            raise EnvError(f"{name}: reset() gave an observation {found}, and its observation_space has {wanted}")
+        return obs, info
+
     def step(self, action):
         obs, reward, termination, truncation, info = self.env.step(action)
         return copy.deepcopy(obs) if termination or truncation else obs, reward, termination, truncation, info
@@ -373,6 +382,15 @@ def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
         )
     is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
     return env if is_vector else gym.wrappers.FlattenObservation(env)
+
+
+def check_reset(env: gym.Env, env_id: str) -> gym.Env:
+    """`env` itself. EnvError for one of the old Gym, whose reset takes no seed."""
+    parameters = inspect.signature(env.unwrapped.reset).parameters.values()
+    if not any(x.name == "seed" or x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters):
+        hint = "Gymnasium's is reset(*, seed=None, options=None) and returns (observation, info)"
+        raise EnvError(f"{env_id}: its reset takes no seed, as in the old Gym; {hint}")
+    return env
 
 
 def check_action_space(env: gym.Env, env_id: str, discrete: bool) -> gym.Env:
@@ -442,7 +460,7 @@ def make_gymnasium(
             ) from error
     if options.get("render_mode") == "rgb_array":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
-    needed: list[Callable] = []
+    needed: list[Callable] = [functools.partial(check_reset, env_id=env_id)]
     if discrete is not None:
         needed.append(functools.partial(check_action_space, env_id=env_id, discrete=discrete))
     if vectors:
