@@ -159,7 +159,7 @@ def test_a_copy_outside_the_package_trains_resumes_and_is_played_as_it_was(tmp_p
     """With another network, and a module of its own beside it."""
     source = Path(ppo.__file__).read_text()
     (tmp_path / "my_layers.py").write_text("from torch.nn import GELU as Activation\n")
-    copy = tmp_path / "my_ppo.py"
+    copy = tmp_path / "my-ppo.v2.py"
     edited = source.replace("nn.Tanh()", "Activation()")
     copy.write_text(
         edited.replace("import torch.nn as nn\n", "import torch.nn as nn\nfrom my_layers import Activation\n")
@@ -171,16 +171,16 @@ def test_a_copy_outside_the_package_trains_resumes_and_is_played_as_it_was(tmp_p
         return result.stdout
 
     small = ["--num-envs", "1", "--num-steps", "64", "--eval-episodes", "2"]
-    out = run("my_ppo.py", *small, "--total-timesteps", "128")
+    out = run("my-ppo.v2.py", *small, "--total-timesteps", "128")
     folder = tmp_path / re.search(r"run folder: (\S+)", out)[1]
-    assert (folder / "my_ppo.py").read_text() == copy.read_text()
-    assert "resumed at step 128" in run("my_ppo.py", "--resume", str(folder), "--total-timesteps", "192")
+    assert (folder / "my-ppo.v2.py").read_text() == copy.read_text()
+    assert "resumed at step 128" in run("my-ppo.v2.py", "--resume", str(folder), "--total-timesteps", "192")
     evaluation = re.search(r"return .*?, length", run("-m", "cleanmarl.enjoy", str(folder), "--greedy"))[0]
 
     copy.write_text(source)  # who goes on editing changes nothing for the run that is there
     film = tmp_path / "film.gif"
     again = run("-m", "cleanmarl.enjoy", str(folder), "--greedy", "--video", str(film), cwd=Path("/"))
-    assert evaluation in again and film.stat().st_size > 1000
+    assert evaluation in again and "my-ppo.v2 at step" in again and film.stat().st_size > 1000
     other = tmp_path / "other" / "my_layers.py"
     other.parent.mkdir()
     other.write_text("from torch.nn import Tanh as Activation\n")
@@ -191,7 +191,7 @@ def test_a_copy_outside_the_package_trains_resumes_and_is_played_as_it_was(tmp_p
     command = [sys.executable, "-m", "cleanmarl.enjoy", str(folder)]
     result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "my_ppo.py cannot be imported: ModuleNotFoundError: No module named 'my_layers'" in result.stderr
+    assert "my-ppo.v2.py cannot be imported: ModuleNotFoundError: No module named 'my_layers'" in result.stderr
 
 
 class Plain(gym.Env):
