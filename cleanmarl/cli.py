@@ -416,7 +416,7 @@ def what_to_say(error: Exception) -> tuple[str, int] | None:
         return f"not enough memory: {reason[:200]}", 1
     if "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         # the compiler is there, and this loss is too much for it; torch has said more before
-        reason = next(line for line in str(error).splitlines() if line.strip())
+        reason = str(error.inner_exception).strip().partition("\n")[0]
         return f"--compile cannot compile a loss of this script here ({reason}); run it without", 1
     # gloo's and NCCL's ways to say it
     is_lost = isinstance(error, torch.distributed.DistError) or re.search(

@@ -174,7 +174,7 @@ def main(args: Args) -> dict[str, float]:
     policy.envs.close()
 
     mean, std, length = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"], metrics["eval/ep_length"]
-    name = Path(policy.script.__file__).stem
+    name = Path(str(policy.script.__file__)).stem
     print(f"{policy.args.env_id}, {name} at step {policy.step:,}, {args.episodes} episodes")
     tell(f"return {mean:.2f} ± {std:.2f}, length {length:.1f}")
     for key, value in metrics.items():
