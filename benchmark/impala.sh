@@ -44,6 +44,10 @@ game Breakout-v5 impala_breakout/papers_entropy 1 --bf16 on
 game Breakout-v5 impala_breakout/less_entropy 1 --ent-coef 0.001 --bf16 on
 $PYTHON benchmark/report.py runs/impala_breakout --out docs/results/impala_atari_envpool_breakout \
     --note "the shallow network, batches of 8 unrolls of 16 environments; the paper's entropy bonus, and a tenth of it" --command benchmark/impala.sh
-game SpaceInvaders-v5 impala_spaceinvaders 1 --bf16 on
+game SpaceInvaders-v5 impala_spaceinvaders/papers_entropy 1 --bf16 on
+# on 16 cores and a GPU; the published run went on without one, by --resume RUN --device cpu, after 5,230,000 steps
+$PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids SpaceInvaders-v5 --num-seeds 1 --workers 1 \
+    --runs-dir runs/impala_spaceinvaders/actors -- --shallow --num-actors 13 --num-envs 16 --batch-size 16 --ent-coef 0.001 --bf16 auto --device cuda
 $PYTHON benchmark/report.py runs/impala_spaceinvaders --out docs/results/impala_atari_envpool_spaceinvaders \
-    --note "the shallow network, batches of 8 unrolls of 16 environments, the paper's entropy bonus" --command benchmark/impala.sh
+    --note "the shallow network; batches of 8 unrolls of 16 environments with the paper's entropy bonus, and of 16 unrolls of 13 actors with a tenth of it, half of that run on a GPU" \
+    --command benchmark/impala.sh

@@ -38,7 +38,7 @@ README = {
     "impala_atari_envpool_pong": ("impala_atari_envpool", "--ent-coef 0.001"),
     "ppo_atari_envpool_breakout": ("ppo_atari_envpool", ""),
     "impala_atari_envpool_breakout": ("impala_atari_envpool", "--batch-size 8 --bf16 on"),
-    "impala_atari_envpool_spaceinvaders": ("impala_atari_envpool", ""),
+    "impala_atari_envpool_spaceinvaders": ("impala_atari_envpool", "--num-actors 0"),
     "mappo_spread_long": ("mappo coppo ippo", ""),
     "vdn_spread_long": ("vdn qmix", ""),
     "mappo_listener_long": ("mappo coppo ippo", ""),

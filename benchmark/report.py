@@ -26,6 +26,7 @@ import ast
 import json
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -480,6 +481,7 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
             if not curve.empty:
                 seeds = curve.seeds.iloc[0]
                 label = f"{name} ({seeds} seed{'s' if seeds > 1 else ''})"
+                label = textwrap.fill(label, 60, break_on_hyphens=False)  # a long one would leave no room for the panel
                 marker = "o" if len(curve) == 1 else ""  # a line of one point cannot be seen
                 axis.plot(curve.step, curve["mean"], color=f"C{position}", label=label, marker=marker)
                 if seeds > 1:
