@@ -307,6 +307,17 @@ def test_a_curve_of_one_point_is_seen(tmp_path):
         assert done.stdout.count("<circle ") == 1 and "NaN" not in done.stdout, done.stderr
 
 
+def test_a_long_name_leaves_the_panel_its_room(tmp_path):
+    flags = {"gamma": 0.9, "learning_rate": 0.125, "num_minibatches": 3, "update_epochs": 7, "vf_coef": 0.25}
+    for number, changed in enumerate(({}, flags)):
+        points = {report.RETURN: [(1, 0.0), (2, 1.0)]}
+        write_run(tmp_path / f"runs/{number}", points, script="ppo", **changed)
+    report.main(report.Args([tmp_path / "runs"], out=tmp_path / "a"))
+    texts = re.findall(r"<text[^>]*>([^<]*)", (tmp_path / "a.svg").read_text())
+    assert {f"--{name.replace('_', '-')}" for name in flags} <= set(" ".join(texts).split())
+    assert max(map(len, texts)) <= 60
+
+
 def test_report_tells_settings_apart_and_refuses_one_seed_twice(tmp_path):
     for number, gamma in enumerate((0.9, 0.99, 0.99)):
         points = {report.RETURN: [(1, 0.0), (2, gamma)]}
