@@ -26,10 +26,12 @@ $PYTHON benchmark/report.py runs/impala_lunarlander --out docs/results/impala_lu
     --note "16 environments, unrolls of 128 steps, four of them in a gradient step, gamma 0.999, entropy bonus 0.5" \
     --command benchmark/impala.sh
 
-$PYTHON benchmark/run.py --command "python cleanmarl/impala_continuous_action.py" --env-ids HalfCheetah-v5 --num-seeds 3 \
-    --workers "$WORKERS" --runs-dir runs/impala_continuous_action -- --num-actors 0
+for actors in 0 2; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/impala_continuous_action.py" --env-ids HalfCheetah-v5 --num-seeds 5 \
+        --workers "$WORKERS" --runs-dir runs/impala_continuous_action/$actors -- --num-actors $actors
+done
 $PYTHON benchmark/report.py runs/impala_continuous_action --out docs/results/impala_continuous_action_halfcheetah \
-    --note "the defaults without actors (\`--num-actors 0\`)" --command benchmark/impala.sh
+    --note "the defaults without actors, and with two" --command benchmark/impala.sh
 
 # hours on one core: the shallow network, eight unrolls in a gradient step; a tenth of the paper's entropy bonus, and the paper's
 game() {  # its id, folder of the runs, number of seeds, flags

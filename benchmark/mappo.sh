@@ -38,6 +38,7 @@ for map in 2s3z 3s5z 5m_vs_6m; do
         run $script 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
     done
 done
+run mappo 1 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state --ent-coef 0.01
 # with the bootstrap at the time limit half of the teams learn to run away
 run mappo 1 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
 $PYTHON benchmark/run.py --command "python cleanmarl/coppo.py" --num-seeds 2 --index 1 --env-ids smax/3m \
@@ -61,9 +62,11 @@ plot relu \
 plot spread_long \
     --note "the defaults of each script"
 jaxmarls="JaxMARL's rollouts of 128 x 128 steps, epochs, learning rate and layers"
-for name in long 2s3z 3s5z 5m_vs_6m; do
+for name in long 2s3z 3s5z; do
     plot smax_$name --tag rollout/battle_won --note "$jaxmarls, a time limit taken for an end"
 done
+plot smax_5m_vs_6m --tag rollout/battle_won \
+    --note "$jaxmarls, a time limit taken for an end; no entropy bonus but for the MAPPO without \`--ent-coef 0.0\`, which has 0.01"
 plot smax_bootstrap --tag rollout/battle_won \
     --note "$jaxmarls, a time limit bootstrapped; the runs that went to the end, of six that were begun"
 for name in listener_long foraging_long reference_long; do
