@@ -96,7 +96,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         "reward_clip": True,  # detail impala-9: rewards are -1, 0 or 1
         "stack_num": 4,  # the last 4 frames show what moves
     }
-    return EnvPool(args.env_id, num_envs, **wrappers, **options)
+    # actors share the cores: envpool would start a thread for every core in each of them
+    cores = max(1, (os.cpu_count() or 1) // max(1, args.num_actors))
+    return EnvPool(args.env_id, num_envs, num_threads=min(num_envs, cores), **wrappers, **options)
 
 
 def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
@@ -210,9 +212,7 @@ class Player:
     def __init__(self, args: Args, index: int, step: int):
         self.args = args
         self.rng = np.random.default_rng([args.seed, step, index])  # a resumed run begins new episodes
-        # envpool would start a thread for every core, in each of the actors
-        num_threads = max(1, (os.cpu_count() or 1) // max(1, args.num_actors))
-        self.envs = make_envs(args, args.num_envs, num_threads=min(args.num_envs, num_threads))
+        self.envs = make_envs(args, args.num_envs)
         self.obs, _ = self.envs.reset(seed=int(self.rng.integers(2**31)))
         N = args.num_envs
         self.start, self.action, self.reward = np.ones(N, bool), np.zeros(N, np.int64), np.zeros(N, np.float32)
