@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 from annotated_types import Ge
 
-PRIORITY_ALPHA, PRIORITY_BETA = 0.6, 0.4  # Schaul et al. 2016, table 3, proportional variant
+PRIORITY_ALPHA, PRIORITY_BETA = 0.6, 0.4  # Schaul et al. 2016, table 3, proportional; their beta rises to 1
 
 
 @dataclass
