@@ -113,6 +113,25 @@ def test_a_lost_life_ends_the_episode_but_neither_the_game_nor_its_score():
     assert info["episode"]["l"][0] == steps + 2 + 4 * 3  # with those of the resets
 
 
+def test_an_episode_goes_on_without_lives_until_the_game_is_over():
+    """As in Qbert for some frames."""
+
+    class LastLife(gym.Env):
+        observation_space, action_space = gym.spaces.Box(0, 255, (1,), np.uint8), gym.spaces.Discrete(2)
+
+        def reset(self, **kwargs):
+            self.steps = 0
+            return np.zeros(1, np.uint8), {"lives": 1}
+
+        def step(self, action):
+            self.steps += 1
+            return np.zeros(1, np.uint8), 0.0, self.steps == 3, False, {"lives": 0}
+
+    env = ppo_atari.EpisodicLife(LastLife())
+    env.reset()
+    assert [env.step(0)[2] for _ in range(3)] == [False, False, True]
+
+
 def test_a_seeded_reset_begins_a_new_game():
     """So that a policy which was loaded is evaluated alike, whatever it has played before."""
     envs = make(num_envs=2)
