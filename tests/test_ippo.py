@@ -151,6 +151,12 @@ def test_popart_preserves_the_outputs_of_an_ordinary_linear_layer():
     torch.testing.assert_close(stats.denormalize(layer(x)), before, rtol=1e-4, atol=1e-4)
 
 
+def test_popart_takes_returns_that_are_all_alike_for_a_tenth_apart():
+    layer, stats = nn.Linear(8, 1), ippo.PopArt(1, 1)
+    stats.update(torch.full((40, 1), 3.0), torch.ones(40, 1), layer)
+    assert stats.var == 0 and stats.std == pytest.approx(0.1)
+
+
 # proves mappo-1
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_update_of_the_statistics_moves_no_value(shared, toy):
