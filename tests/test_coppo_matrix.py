@@ -192,6 +192,21 @@ def test_a_time_limit_bootstraps_from_the_final_state(advantage, team):
     assert error.min() < 1e-4  # environment 1 is truncated
 
 
+def test_what_follows_is_worth_what_a_sample_of_joint_actions_is():
+    args = coppo_matrix.Args(env_id="matrix/climbing", advantage="counterfactual")
+    torch.manual_seed(0)
+    envs = coppo_matrix.make_envs(args, 1)
+    agent, (obs, info), N = coppo_matrix.Agent(envs, args), envs.reset(seed=1), 4000
+    seen = (obs, *(info[key] for key in ("state", "action_mask", "agent_mask")))
+    drawn = coppo_matrix.bootstrap(agent, *(np.repeat(x, N, 0) for x in seen))  # (N, 2), of a policy nearly uniform
+    state, obs, alive = coppo_matrix.to_tensors(agent, seen[1], obs, seen[3])
+    actions = torch.tensor([*itertools.product(range(3), range(3))])
+    values = agent.values(*(x.expand(9, *x.shape[1:]) for x in (state, obs, alive)), actions)
+    each = agent.of_action(values, actions).detach().numpy()  # (9, 2)
+    np.testing.assert_allclose(np.unique(drawn[:, 0].round(4)), np.unique(each[:, 0].round(4)), atol=2e-4)
+    np.testing.assert_allclose(drawn.mean(0), each.mean(0), atol=5 * each.std() / N**0.5)
+
+
 # proves coppo-6
 def test_the_mixing_network_is_monotone_and_stays_as_it_is(team, tmp_path):
     args = coppo_matrix.Args(env_id=team, **SMALL, mix="network", runs_dir=str(tmp_path))
