@@ -263,6 +263,22 @@ def test_kl_adaptive_rate_follows_every_epoch(tmp_path):
     assert [g["lr"] for g in groups] == pytest.approx([5e-4 / 1.5**6] * 3)  # three epochs of two updates, all too far
 
 
+def test_the_rate_follows_the_divergence_of_the_latest_epoch_alone(monkeypatch):
+    args = ippo_per_agent.Args(**SMALL, lr_schedule=("kl-adaptive",), update_epochs=(3,), num_minibatches=2)
+    agent, _, batch = collected(args)
+    loss, minibatches, epochs = ippo_per_agent.ippo_loss, [], []
+
+    def spy(*given):
+        minibatches.append(loss(*given))
+        return minibatches[-1]
+
+    monkeypatch.setattr(ippo_per_agent, "ippo_loss", spy)
+    monkeypatch.setattr(ippo_per_agent, "adapt_learning_rate", lambda optimizer, kl, *_: epochs.append(kl))
+    ippo_per_agent.update(agent, *networks_and_optimizer(agent, 1e-3), batch, args)
+    kl = torch.stack([stats["approx_kl"] for _, stats in minibatches]).unflatten(0, (3, 2)).mean(1)
+    torch.testing.assert_close(torch.stack(epochs), kl)
+
+
 def test_linear_and_constant_schedules_per_agent(tmp_path):
     schedule = ("linear", "constant", "linear")
     args = ippo_per_agent.Args(**SMALL, lr_schedule=schedule, learning_rate=(1e-3, 2e-3, 3e-3), runs_dir=str(tmp_path))
