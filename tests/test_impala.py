@@ -54,6 +54,14 @@ class Clock(gym.Env):
         return np.full(1, self.t, np.float32), 1.0, False, False, {}
 
 
+class Bell(Clock):
+    """Terminates when its time is up, too: the step is both."""
+
+    def step(self, action):
+        obs, reward, *_ = super().step(action)
+        return obs, reward, self.t == 5, False, {}
+
+
 class Broken(Clock):
     """Works where it is looked at, fails when it is played."""
 
@@ -62,6 +70,7 @@ class Broken(Clock):
 
 
 gym.register("ImpalaClock-v0", Clock, max_episode_steps=5)
+gym.register("ImpalaBell-v0", Bell, max_episode_steps=5)
 gym.register("Broken-v0", Broken)
 BROKEN = "test_impala:Broken-v0"  # actors are other processes, which import this module to find it
 
@@ -276,6 +285,11 @@ def test_time_limits_are_truncations_with_their_last_observation():
     assert not unrolls["termination"].any()
     assert (unrolls["final_obs"][expected] == 5).all()
     np.testing.assert_array_equal(unrolls["obs"][..., 0], np.tile([*[0, 1, 2, 3, 4] * 3, 0, 1], (4, 1)))
+
+
+def test_a_termination_at_the_time_limit_is_no_truncation():
+    _, _, unrolls = play(impala.Args(env_id="ImpalaBell-v0", **SMALL))
+    assert unrolls["termination"].sum() == 12 and not unrolls["truncation"].any()
 
 
 def test_actions_are_samples_of_the_policy_and_log_probs_are_theirs():
