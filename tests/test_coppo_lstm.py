@@ -6,7 +6,7 @@ What it shares with ippo_lstm.py and mappo_lstm.py is in test_recurrent_family.p
 import dataclasses
 import itertools
 
-from cleanmarl import coppo, coppo_lstm, mappo_lstm
+from cleanmarl import coppo, coppo_lstm, coppo_matrix, mappo_lstm
 from cleanmarl.coppo_lstm import Args
 from cleanmarl.layers import Networks
 from cleanmarl.run import load_checkpoint
@@ -29,6 +29,14 @@ def test_settings_are_those_of_coppo_and_of_the_papers_starcraft():
     of_paper = {"num_envs": 8, "num_steps": 400, "gamma": 0.99, "gae_lambda": 0.9, "num_minibatches": 1}
     of_paper |= {"learning_rate": 5e-4, "critic_learning_rate": 5e-4, "activation": "relu"}
     assert vars(Args()) == vars(coppo.Args()) | of_paper | {"cell": "gru", "optimizer": "rmsprop"}
+
+
+@pytest.mark.parametrize("script", [coppo_lstm, coppo_matrix])
+def test_rmsprop_is_the_papers(script, tmp_path):
+    """Smoothing 0.99, no momentum, no weight decay (appendix C)."""
+    args = script.Args(**SMALL, optimizer="rmsprop", runs_dir=str(tmp_path))
+    groups = load_checkpoint(script.main(args))["modules"]["optimizer"]["param_groups"]
+    assert [(g["alpha"], g["momentum"], g["weight_decay"]) for g in groups] == [(0.99, 0, 0)] * 2
 
 
 def clip(x, eps):
