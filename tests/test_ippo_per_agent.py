@@ -253,6 +253,9 @@ def test_learning_rate_schedules():
         optimizer, torch.tensor([0.03, 0.03, 0.001]), np.array([False, True, True]), args
     )
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([1e-3 / 1.5, 1e-3, 1.5e-3 * 1.5])
+    for _ in range(20):
+        ippo_per_agent.adapt_learning_rate(optimizer, torch.tensor([0.03, 0.03, 0.001]), np.ones(3, bool), args)
+    assert [g["lr"] for g in optimizer.param_groups] == [1e-6, 1e-3, 1e-2]  # skrl's bounds
 
 
 def test_kl_adaptive_rate_follows_every_epoch(tmp_path):
