@@ -18,12 +18,15 @@ import torch
 
 FORMAT = 1  # raised when an older one can no longer be read
 DIGEST_SIZE = hashlib.sha256().digest_size
+# NumPy's numbers and arrays, which weights_only loading takes if it is told of them: a learning rate by np.cos is one
+NUMPY: list[Any] = [np.float64(0).__reduce__()[0], np.empty(0).__reduce__()[0], np.ndarray, np.dtype]
+NUMPY += [getattr(np.dtypes, name) for name in np.dtypes.__all__]
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     """What torch.save writes, and its SHA-256, which torch.load passes over; OSError or RuntimeError if it cannot.
 
-    Atomically: a crash at any moment leaves the previous file or the new one whole.
+    Atomically: a crash at any moment leaves the previous file or the new one whole. UsageError if nobody could read it.
     """
     temporary = path.with_suffix(".tmp")
     try:
@@ -33,6 +36,10 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             file.write(hashlib.file_digest(file, "sha256").digest())  # after all that was read
             file.flush()
             os.fsync(file.fileno())  # or the new name may outlive a power cut, and what it names not
+        with torch.serialization.safe_globals(NUMPY):
+            strange = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(temporary))
+        message = f"no checkpoint holds a {strange}: a state is numbers, text, tensors and arrays, in dicts and lists"
+        check(not strange, message)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
@@ -57,7 +64,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
                 is_whole = hashlib.sha256(view[:-DIGEST_SIZE]).digest() == view[-DIGEST_SIZE:]
             check(is_whole, f"{path} is damaged, or of another version of cleanmarl")
-            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals(NUMPY):
+                checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UsageError(f"{path} is damaged and cannot be read") from error
     is_ours = isinstance(checkpoint, dict) and checkpoint.get("format") == FORMAT
@@ -95,6 +103,8 @@ def not_finite(x: Any, name: str) -> str | None:
     if isinstance(x, dict | list | tuple):
         items = x.items() if isinstance(x, dict) else enumerate(x)
         return next(filter(None, (not_finite(value, f"{name}.{key}") for key, value in items)), None)
+    if isinstance(x, np.ndarray | np.generic):
+        return name if x.dtype.kind == "f" and not np.isfinite(x).all() else None
     return name if isinstance(x, float) and not math.isfinite(x) else None
 
 

@@ -144,6 +144,8 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_is(bad):
     assert not_finite({"huge": torch.full((10,), 3e38), "half": torch.full((9,), 6e4).half()}, "agent") is None
     assert not_finite(sound | {"d": torch.tensor([[0, bad]])}, "agent") == "agent.d"
     assert not_finite(sound | {"e": {"f": [0.0, bad]}}, "agent") == "agent.e.f.1"
+    assert not_finite(sound | {"f": np.array([0, bad]), "g": np.array("x")}, "agent") == "agent.f"
+    assert not_finite(sound | {"f": np.float32(bad)}, "agent") == "agent.f"
     assert not_finite({"both": torch.tensor([bad, -bad])}, "agent") == "agent.both"
 
 

@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -204,7 +205,7 @@ class Counter:
     def state_dict(self) -> dict:
         if self.fails:
             raise RuntimeError("no state today")
-        return {"value": self.value, "bulk": torch.full((100_000,), self.value)}
+        return {"value": self.value, "bulk": torch.zeros(100_000, dtype=torch.int64)}
 
     def load_state_dict(self, state: dict) -> None:
         self.value = state["value"]
@@ -315,6 +316,30 @@ def test_checkpoint_restores_everything(tmp_path):
     resumed = small_run(tmp_path, {"counter": counter}, resume=run.folder)
     assert (resumed.step, resumed.num_episodes, counter.value) == (300, 12, 7)
     assert draw() == expected
+
+
+def test_numbers_of_numpy_come_back_from_a_checkpoint(tmp_path):
+    """A schedule by np.cos makes the learning rate one of NumPy's."""
+    network = torch.nn.Linear(2, 1)
+    optimizer, counter = torch.optim.SGD(network.parameters()), Counter(np.arange(3))
+    with small_run(tmp_path, {"agent": network, "optimizer": optimizer, "counter": counter}) as run:
+        run.step, optimizer.param_groups[0]["lr"] = np.int64(100), 0.1 * np.cos(1)
+    again, optimizer = Counter(), torch.optim.SGD(network.parameters())
+    modules = {"agent": network, "optimizer": optimizer, "counter": again}
+    resumed = small_run(tmp_path, modules, resume=run.folder, total_timesteps=2000)
+    assert (resumed.step, optimizer.param_groups[0]["lr"]) == (100, 0.1 * np.cos(1))
+    np.testing.assert_array_equal(again.value, counter.value)
+
+
+def test_a_checkpoint_that_nobody_could_read_is_not_written(tmp_path):
+    counter = Counter(1)
+    line = "^no checkpoint holds a collections.deque: a state is numbers"
+    with pytest.raises(UsageError, match=line), small_run(tmp_path, {"counter": counter}) as run:
+        run.step = 100
+        run.log({})
+        run.step, counter.value = 200, deque([1], 3)
+        run.log({})
+    assert load_checkpoint(run.folder)["step"] == 100 and not (run.folder / "checkpoint.tmp").exists()
 
 
 @contextmanager
