@@ -262,7 +262,7 @@ class Run:
         self.envs, self.carried = envs, carried
         if self.playing is None:
             return *envs.reset(seed=self.args.seed + self.step), *carried
-        playing = as_arrays(self.playing)
+        playing, self.playing = as_arrays(self.playing), None  # once: others, made later, begin new episodes
         self.carried = playing["carried"]
         return *envs.restore(playing["envs"]), *self.carried
 

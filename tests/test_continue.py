@@ -14,6 +14,7 @@ import cleanmarl
 from cleanmarl import enjoy, ippo, ppo
 from cleanmarl import run as run_module
 from cleanmarl.cli import UsageError
+from cleanmarl.envs import make
 from cleanmarl.run import NonFiniteError, Run, load_checkpoint
 
 import numpy as np
@@ -192,6 +193,20 @@ def test_environments_without_a_state_start_new_episodes(tmp_path):
     with Run(dataclasses.replace(args, resume=run.folder, total_timesteps=200), ppo.__file__) as run:
         assert run.start(envs, begin)[2] is begin
     assert envs.seeds == [7, None, 37]
+
+
+def test_environments_that_are_made_later_start_new_episodes(tmp_path):
+    """As those of a curriculum's next stage: what the checkpoint has is of the stage before."""
+    args = ippo.Args(runs_dir=str(tmp_path), total_timesteps=100, eval_episodes=0)
+    with Run(args, ippo.__file__) as run:
+        run.start(make("mpe/simple_spread_v3", 2, max_cycles=10))
+        run.step = 30
+    with Run(dataclasses.replace(args, resume=run.folder, total_timesteps=200), ippo.__file__) as run:
+        run.start(make("mpe/simple_spread_v3", 2, max_cycles=10))
+        run.step = 60
+        stage = make("mpe/simple_spread_v3", 2, max_cycles=25)
+        obs, _ = run.start(stage)
+        np.testing.assert_array_equal(obs, stage.reset(seed=args.seed + 60)[0])
 
 
 def test_after_an_error_all_episodes_begin_anew(toy, tmp_path, monkeypatch):
