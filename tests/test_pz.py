@@ -872,6 +872,16 @@ def mistake_of(mistakes: dict, num_workers: int, **options) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "other, hint",
+    [(gym.make("CartPole-v1"), ""), (make("matrix/qtran", 2), ": a copy of a script returns it from make_envs")],
+)
+def test_what_is_no_parallel_environment_is_one_line(other, hint):
+    line = f"is no parallel environment of PettingZoo, without possible_agents{hint}"
+    with pytest.raises(EnvError, match=f"{line}$"):
+        make(lambda: other, 2)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     "mistakes, text",

@@ -110,6 +110,9 @@ def make(
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
     try:
         env = build(name, shown)
+        if not hasattr(env, "possible_agents"):
+            hint = ": a copy of a script returns it from make_envs" if isinstance(env, MultiAgentVectorEnv) else ""
+            raise EnvError(f"{env_id} is no parallel environment of PettingZoo, without possible_agents{hint}")
         layout = Layout(env_id, env)
     except EnvError:
         raise
