@@ -215,6 +215,9 @@ class Run:
                 self._finish()
             elif issubclass(error_type, Exception) and not issubclass(error_type, NonFiniteError | WriteError):
                 self._save_before(error)
+            elif issubclass(error_type, SystemExit) and self.last_checkpoint < self.step:
+                self.envs = None
+                self.save()  # of several runs in one process another one had the signal
         finally:
             for signum, handler in getattr(self, "old_handlers", {}).items():
                 signal.signal(signum, handler)

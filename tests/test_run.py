@@ -586,6 +586,18 @@ def test_signal_saves_and_leaves_no_process(signum, status, tmp_path, monkeypatc
     assert steps == list(range(50, step + 101, 50))
 
 
+def test_a_signal_saves_all_runs_of_a_process(tmp_path):
+    """As of a population, of which the last one that was opened has the signal."""
+    with pytest.raises(SystemExit), small_run(tmp_path) as first, small_run(tmp_path) as second:
+        for run in (first, second):
+            run.step = 50
+        os.kill(os.getpid(), signal.SIGTERM)
+        first.log({})
+        second.log({})
+    assert [load_checkpoint(run.folder)["step"] for run in (first, second)] == [50, 50]
+    assert not any((run.folder / "done.json").exists() for run in (first, second))
+
+
 def test_a_signal_ends_the_evaluation_too(tmp_path, monkeypatch):
     flags = ["--total-timesteps", 64, "--num-envs", 2, "--num-steps", 32, "--num-minibatches", 2]
     with started("ppo", *flags, "--eval-episodes", 10**6, "--runs-dir", tmp_path) as process:
