@@ -95,7 +95,7 @@ class Run:
         if args.capture_video:
             import_optional("moviepy", "--capture-video")
         for name, module in modules.items():  # or the first checkpoint would be the end
-            bad = not_finite(module.state_dict(), name) if isinstance(module, nn.Module) else None
+            bad = not_finite(module.state_dict(), name)
             check(
                 bad is None, f"{bad} is not finite; persistent=False keeps a buffer, as of a mask, out of checkpoints"
             )

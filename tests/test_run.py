@@ -249,6 +249,9 @@ def test_a_network_that_could_never_be_saved_does_not_begin(tmp_path):
     with small_run(tmp_path, {"agent": network}) as run:
         pass
     assert list(load_checkpoint(run.folder)["modules"]["agent"]) == ["0.weight", "0.bias"]
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(network.parameters()))
+    with pytest.raises(UsageError, match=r"scheduler\.\w+ is not finite"):
+        small_run(tmp_path, {"agent": network, "scheduler": scheduler})
 
 
 def test_what_is_learned_and_not_kept_is_refused(tmp_path):
