@@ -93,7 +93,7 @@ class Args(RunArgs):
     epochs: PositiveInt = 4
     """gradient updates after each round of N episodes, each with a batch of its own"""
     optimizer: Literal["Adam", "RMSprop"] = "Adam"
-    """optimizer of the network; RMSprop with smoothing 0.99, as in the papers"""
+    """optimizer of the network; RMSprop with smoothing 0.99, as in PyMARL"""
     learning_rate: PositiveFloat = 1e-3
     """learning rate"""
     target_network_update_freq: PositiveInt = 1
