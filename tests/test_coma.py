@@ -194,6 +194,19 @@ def test_a_time_limit_bootstraps_from_the_final_state(team):
     assert np.abs(np.array(values) - rollout.reward[5, 1, 0]).min() < 1e-4
 
 
+def test_a_rollout_that_ends_within_an_episode_bootstraps_from_what_follows(team):
+    args = coma.Args(env_id=team, **SMALL, gamma=0.9)
+    agent, rollout, (next_obs, info), batch = collected(args)
+    assert not rollout.done[-1].any()
+    obs, state, alive = (torch.from_numpy(x).float() for x in (next_obs, info["state"], info["agent_mask"]))
+    target, values = batch.target.view(50, 4, 3)[-1], []
+    for action in np.ndindex(4, 4, 4):  # what the agents could do next
+        action = torch.tensor([action] * 4)
+        q = agent.values(agent.target_critic, state, obs, alive, agent.others_actions(action, alive))
+        values.append(torch.from_numpy(rollout.reward[-1]) + 0.9 * coma.of_action(q, action).detach())
+    assert (torch.stack(values) - target).abs().amax(-1).amin(0).max() < 1e-4  # one of them, in each environment
+
+
 def test_dead_agents_add_nothing_to_the_policy(team):
     args = coma.Args(env_id=team, **SMALL)
     agent, _, _, batch = collected(args)
