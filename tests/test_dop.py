@@ -165,6 +165,9 @@ def test_on_policy_targets_are_td_lambda():
         done = 1 - batch.goes_on[b, :T, 0].numpy()
         definition = coma.td_lambda(reward, value, last, done, 0.9, 0.6)
         np.testing.assert_allclose(ours[b, :T], definition, rtol=1e-9)
+        alone = dop.Batch(*(x[b : b + 1, : T + x.shape[1] - ours.shape[1]] for x in batch))  # without padding
+        theirs = dop.critic_targets(agent, target_critic, alone, True, args)[0, :, 0]
+        torch.testing.assert_close(theirs, ours[b, :T], rtol=1e-9, atol=1e-9)
 
 
 # proves dop-4
