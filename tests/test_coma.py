@@ -16,14 +16,14 @@ from toys import Quiet, make_rollout
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
 
 
-def collected(args, epsilon=0.3):
+def collected(args, epsilon=0.3, scale=100):
     """Agent, rollout, what followed it, and batch of one rollout with policies far from uniform."""
     torch.manual_seed(0)
     envs = coma.make_envs(args, args.num_envs)
     agent = coma.Agent(envs, args)
     agent.epsilon.fill_(epsilon)
     with torch.no_grad():
-        agent.actor[-1].weight *= 100
+        agent.actor[-1].weight *= scale
         for p in agent.critic.parameters():  # another one than the target network
             p += 0.1 * torch.randn_like(p)
     rollout = make_rollout(coma, args, envs)
@@ -219,11 +219,13 @@ def test_dead_agents_add_nothing_to_the_policy(team):
 
 def test_exploration_is_part_of_the_policy():
     args = coma.Args(env_id="matrix/penalty", num_envs=20_000, num_steps=1, share_parameters=False)
-    agent, rollout, _, batch = collected(args, epsilon=0.5)
+    agent, rollout, _, batch = collected(args, epsilon=0.5, scale=1e5)  # sure of one action
     probs = agent.logits(batch.obs, batch.action_mask).softmax(-1)[0].detach()  # the same in every row
-    assert probs.min() >= 0.5 / 9
+    assert probs.min() >= 0.5 / 9 - 1e-6
     frequency = np.stack([(rollout.action[0] == k).mean(0) for k in range(9)], -1)
     np.testing.assert_allclose(frequency, probs, atol=0.015)
+    best = rollout.action[0] == probs.argmax(-1).numpy()
+    assert abs(best.all(-1).mean() - best.mean(0).prod()) < 0.015  # agents explore one without the other
 
 
 @pytest.mark.parametrize("shared", [True, False])

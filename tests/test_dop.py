@@ -207,18 +207,20 @@ def test_an_update_is_critic_steps_on_both_losses_and_then_one_of_the_actor():
 
 # proves dop-6
 def test_exploration_is_part_of_the_policy(monkeypatch):
-    envs = dop.make_envs(dop.Args(env_id="matrix/penalty"), 1000)
-    args = dop.Args(env_id="matrix/penalty", num_envs=1000)
+    envs = dop.make_envs(dop.Args(env_id="matrix/penalty"), 4000)
+    args = dop.Args(env_id="matrix/penalty", num_envs=4000)
     agent, buffer = dop.Agent(envs, args), dop.Buffer(envs, args)
     agent.epsilon = 0.5
     with torch.no_grad():
-        agent.actor[-1].weight *= 20
+        agent.actor[-1].weight *= 1000  # sure of one action
     dop.collect(agent, envs, envs.reset(seed=1), buffer, Quiet())
-    batch = buffer.latest(1000, CPU)
+    batch = buffer.latest(4000, CPU)
     probs = agent.logits(batch.obs, batch.action_mask)[:, :-1].softmax(-1).detach()
     frequency = torch.nn.functional.one_hot(batch.action, 9).float().mean((0, 1))
     assert probs.min() >= 0.5 / 9 - 1e-6
     np.testing.assert_allclose(frequency, probs.mean((0, 1)), atol=0.05)
+    best = (batch.action == probs.argmax(-1)).double()[:, 0]
+    assert abs(best.prod(-1).mean() - best.mean(0).prod()) < 0.05  # agents explore one without the other
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
