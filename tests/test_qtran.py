@@ -24,15 +24,18 @@ def best_of(q, batch, b, t):
 
 
 # proves vdn-3
+@pytest.mark.parametrize("td_lambda", [0.0, 0.6])
 @pytest.mark.parametrize("double_q", [True, False])
-def test_targets_are_joint_values_of_the_agents_best_actions(double_q):
-    args, agent, target_agent, batch = case(qtran, double_q=double_q, gamma=0.9, td_lambda=0.0)
+def test_targets_are_joint_values_of_the_agents_best_actions(double_q, td_lambda):
+    args, agent, target_agent, batch = case(qtran, double_q=double_q, gamma=0.9, td_lambda=td_lambda)
     q = values(agent, batch)
     ours = qtran.td_targets(q.detach(), target_agent, batch, args)
     chooser = q if double_q else values(target_agent, batch)
-    for b, t in np.ndindex(batch.reward.shape[:2]):
-        if batch.weight[b, t]:
+    for b, length in enumerate(batch.weight[..., 0].sum(1).int().tolist()):
+        for t in range(length):
             following = joint_value(target_agent, batch, b, t + 1, best_of(chooser, batch, b, t + 1))
+            if t + 1 < length:
+                following = (1 - td_lambda) * following + td_lambda * ours[b, t + 1, 0]
             ends = not batch.alive[b, t + 1].any()
             torch.testing.assert_close(ours[b, t, 0], batch.reward[b, t, 0] + (0 if ends else 0.9 * following))
 
