@@ -2,7 +2,7 @@
 
 import sys
 
-from cleanmarl import coma, enjoy
+from cleanmarl import coma, coma_lstm, enjoy
 from cleanmarl.cli import launch
 from cleanmarl.run import load_checkpoint
 
@@ -236,6 +236,26 @@ def test_two_updates_that_two_runs_repeat(env_id, shared, team, tmp_path):
     assert one["step"] == 400
     for key, value in one["modules"]["agent"].items():
         assert torch.isfinite(value).all() and torch.equal(value, same["modules"]["agent"][key])
+
+
+@pytest.mark.parametrize("script", [coma, coma_lstm])
+def test_a_run_explores_and_learns_as_its_flags_say(script, tmp_path, monkeypatch):
+    """Exploration falls linearly in environment steps; RMSprop has a rate for each network; updates are counted."""
+    plain, seen = script.update, []
+
+    def update(agent, optimizer, batch, num_updates, args):
+        seen.append((round(agent.epsilon.item(), 6), num_updates))
+        actor, critic = optimizer.param_groups
+        assert type(optimizer) is torch.optim.RMSprop and (actor["lr"], critic["lr"]) == (1e-4, 2e-4)
+        assert all((group["alpha"], group["eps"]) == (0.99, 1e-5) for group in (actor, critic))
+        for group, network in ((actor, agent.actor), (critic, agent.critic)):
+            assert set(group["params"]) == set(network.parameters())
+        return plain(agent, optimizer, batch, num_updates, args)
+
+    monkeypatch.setattr(script, "update", update)
+    flags = SMALL | {"total_timesteps": 800, "epsilon_start": 0.5, "epsilon_end": 0.1, "epsilon_timesteps": 400}
+    script.main(script.Args(**flags, learning_rate=1e-4, critic_learning_rate=2e-4, runs_dir=str(tmp_path)))
+    assert seen == [(0.5, 0), (0.3, 1), (0.1, 2), (0.1, 3)]
 
 
 def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):

@@ -294,6 +294,24 @@ def test_two_runs_repeat_and_a_resumed_one_goes_on_as_if_it_had_not_stopped(env_
         assert "dop at step 400, 2 episodes" in capsys.readouterr().out and metrics["eval/ep_length"] == 25
 
 
+def test_a_run_explores_and_learns_as_its_flags_say(tmp_path, monkeypatch):
+    """Exploration falls linearly in environment steps; each network has its own rate."""
+    plain, seen = dop.update, []
+
+    def update(agent, critic, target_critic, optimizers, buffer, args):
+        for optimizer, network, rate in zip(optimizers, (agent, critic), (1e-4, 2e-4), strict=True):
+            (group,) = optimizer.param_groups
+            assert type(optimizer) is torch.optim.Adam and group["lr"] == rate
+            assert set(group["params"]) == set(network.parameters())
+        seen.append(round(agent.epsilon, 6))
+        return plain(agent, critic, target_critic, optimizers, buffer, args)
+
+    monkeypatch.setattr(dop, "update", update)
+    flags = SMALL | {"num_envs": 4, "epsilon_start": 0.5, "epsilon_end": 0.1, "epsilon_timesteps": 200}
+    dop.main(dop.Args(**flags, learning_rate_actor=1e-4, learning_rate_critic=2e-4, runs_dir=str(tmp_path)))
+    assert seen == [0.5, 0.3, 0.1, 0.1]  # rounds of 4 episodes with 25 steps
+
+
 @pytest.mark.parametrize(
     "flags, text",
     [
