@@ -12,6 +12,7 @@ from cleanmarl import (
     maddpg_lstm,
     maddpg_lstm_multienvs,
     maddpg_multienvs,
+    masac,
     masac_continuous_action,
 )
 from cleanmarl.layers import AgentIds
@@ -173,6 +174,24 @@ def test_targets_follow_the_networks(script, tmp_path):
             weights = {key: x for key, x in modules[name].items() if x.is_floating_point()}
             distance = [(modules[f"target_{name}"][key] - x).abs().max() for key, x in weights.items()]
             assert all(d == 0 for d in distance) if polyak == 1 else all(0 < d < 0.01 for d in distance)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, masac])
+def test_each_network_learns_at_the_rate_of_its_flag(script, tmp_path, monkeypatch):
+    plain, updates = script.update, []
+
+    def update(agent, critic, targets, optimizers, *rest):
+        for optimizer, network, rate in zip(optimizers, (agent, critic), (1e-4, 2e-4), strict=True):
+            (group,) = optimizer.param_groups
+            assert type(optimizer) is torch.optim.AdamW and group["lr"] == rate
+            assert set(group["params"]) == set(network.parameters())
+        updates.append(len(updates))
+        return plain(agent, critic, targets, optimizers, *rest)
+
+    monkeypatch.setattr(script, "update", update)
+    flags = FAST | {"optimizer": "AdamW", "learning_rate_actor": 1e-4, "learning_rate_critic": 2e-4}
+    script.main(script.Args(**flags, runs_dir=str(tmp_path)))
+    assert updates
 
 
 def test_recurrent_train_freq(tmp_path):

@@ -196,6 +196,25 @@ def test_targets_are_copies_with_polyak_1_and_other_seeds_are_other_runs(script,
     assert all((agent[key] != runs[1]["agent"][key]).any() for key in learned)
 
 
+@pytest.mark.parametrize("optimizer", ["Adam", "RMSprop"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_optimizer_is_that_of_the_flags(script, optimizer, tmp_path, monkeypatch):
+    plain, updates = script.update, []
+
+    def update(agent, target_agent, ours, *rest):
+        (group,) = ours.param_groups
+        assert type(ours) is getattr(torch.optim, optimizer) and group["lr"] == 1e-4
+        assert optimizer == "Adam" or (group["alpha"], group["eps"]) == (0.99, 1e-5)
+        assert set(group["params"]) == set(agent.parameters())
+        updates.append(len(updates))
+        return plain(agent, target_agent, ours, *rest)
+
+    monkeypatch.setattr(script, "update", update)
+    flags = SMALL | {"env_id": "matrix/climbing", "total_timesteps": 20, "learning_rate": 1e-4}
+    script.main(script.Args(**flags, optimizer=optimizer, runs_dir=str(tmp_path)))
+    assert updates
+
+
 def test_target_network_update_freq_counts_updates(tmp_path):
     """With polyak 1 the target equals the network after every second update, and not after a third one."""
     args = vdn.Args(**SMALL | {"total_timesteps": 100}, polyak=1.0, runs_dir=str(tmp_path))
