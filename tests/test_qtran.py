@@ -1,5 +1,6 @@
 """qtran.py: its three losses against their definition, what they reach, and who learns from which."""
 
+import copy
 import itertools
 
 from cleanmarl import qtran
@@ -68,6 +69,22 @@ def test_losses_are_those_of_the_paper():
         torch.testing.assert_close(loss, expected)
         for mine, theirs in zip(*(gradients(agent, x) for x in (loss, expected))):
             torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, 0.1])
+def test_update_is_one_step_down_the_clipped_gradient_of_the_weighted_losses(max_norm):
+    args, agent, target_agent, batch = case(qtran, opt_coef=0.3, nopt_coef=0.7, clip_gradients=max_norm)
+    other = copy.deepcopy(agent)
+    metrics = qtran.update(agent, target_agent, torch.optim.SGD(agent.parameters(), lr=0.1), batch, args)
+    q = values(other, batch)
+    td, opt, nopt = qtran.losses(other, q, batch, qtran.td_targets(q.detach(), target_agent, batch, args))
+    steps = gradients(other, td + 0.3 * opt + 0.7 * nopt)
+    norm = torch.cat([step.flatten() for step in steps]).norm().item()
+    scale = 1 if max_norm < 0 else max_norm / norm
+    for p, old, step in zip(agent.parameters(), other.parameters(), steps, strict=True):
+        torch.testing.assert_close(p, old - 0.1 * scale * step, rtol=1e-5, atol=1e-8)
+    named = {"value_loss": td.item(), "opt_loss": opt.item(), "nopt_loss": nopt.item(), "gradients": norm}
+    assert metrics == {f"train/{key}": pytest.approx(x) for key, x in (named | {"num_updates": 1}).items()}
 
 
 def test_the_conditions_hold_after_learning(tmp_path):
