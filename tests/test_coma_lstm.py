@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_recurrent_family import LISTENER, Given, Revived, actor_logits, lives
-from toys import Quiet, make_rollout
+from toys import Quiet, code, make_rollout
 
 SMALL = {"num_envs": 4, "num_steps": 20, "total_timesteps": 160, "actor_hidden_dim": 16, "eval_episodes": 0}
 
@@ -51,6 +51,11 @@ def collected(args, rollouts=1, scale=1e6):
 
 def test_settings_are_those_of_coma_plus_a_memory():
     assert vars(coma_lstm.Args()) == vars(coma.Args()) | {"cell": "gru"}
+
+
+def test_updates_are_those_of_coma():
+    update = code(coma_lstm.update).replace("batch[:-1]", "batch").replace("*step, batch.memory", "*step")
+    assert update == code(coma.update) != code(coma_lstm.update)
 
 
 # proves recurrent-1

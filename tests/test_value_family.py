@@ -32,6 +32,11 @@ def test_copied_parts_are_those_that_the_tests_of_vdn_prove(script):
             assert code(getattr(script, name)) == code(getattr(vdn_lstm, name)), name
 
 
+def test_updates_are_those_of_vdn_but_for_what_the_values_see_and_whose_they_are():
+    assert code(vdn_lstm.update) == code(vdn.update).replace("agent.values(batch.obs)", "agent.values(batch)")
+    assert code(idqn.update) == code(vdn.update).replace("value_loss(agent, ", "value_loss(")
+
+
 def test_updates_with_a_mixing_network_are_those_without_on_normalised_states():
     for script, parent in ((qmix, vdn), (qmix_lstm, vdn_lstm)):
         lines = code(script.update).splitlines()
