@@ -40,6 +40,12 @@ def code(thing) -> str:
     return ast.unparse(tree)
 
 
+def without_memory(main) -> list[str]:
+    """Its lines, but for those in which recurrent scripts carry their memory along."""
+    apart = ("metrics = {}", "first_memory", "run.start", "run.carried")
+    return [line for line in code(main).splitlines() if not any(word in line for word in apart)]
+
+
 @pytest.mark.parametrize("script", VARIANTS)
 def test_copied_parts_are_those_that_the_tests_of_maddpg_prove(script):
     names = ["Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "soft_update"]
@@ -50,6 +56,9 @@ def test_copied_parts_are_those_that_the_tests_of_maddpg_prove(script):
     if script is not maddpg_continuous_action:  # memories need to know who is dead
         actor_loss = code(script.actor_loss).replace("_mask[:, :-1], batch.alive)", "_mask[:, :-1])")
         assert actor_loss == code(maddpg.actor_loss)
+    if script is maddpg_lstm_multienvs:
+        assert without_memory(script.main) == without_memory(maddpg_multienvs.main)
+    assert code(maddpg_continuous_action.main) == code(maddpg_multienvs.main)
     without_logits = code(maddpg.update).replace("batch, args.reg)", "batch)")
     assert code(maddpg_continuous_action.update) == without_logits != code(maddpg.update)
 

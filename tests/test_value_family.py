@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from test_maddpg_family import without_memory
 from test_vdn import CPU, SMALL, played, recorded, values, world
 from toys import code, double, scalars
 
@@ -28,8 +29,13 @@ def test_copied_parts_are_those_that_the_tests_of_vdn_prove(script):
         assert (code(script.value_loss) == code(parent.value_loss)) == (script in (vdn_lstm, qmix_lstm))
     if script is qmix_lstm:
         assert code(script.Mixer) == code(qmix.Mixer)
-        for name in ("first_memory", "make_policy", "collect"):
+        for name in ("first_memory", "make_policy", "collect", "main"):
             assert code(getattr(script, name)) == code(getattr(vdn_lstm, name)), name
+    elif script is vdn_lstm:
+        assert without_memory(vdn_lstm.main) == without_memory(vdn.main)
+    else:
+        for name in ("make_policy", "collect", "main"):
+            assert code(getattr(script, name)) == code(getattr(vdn, name)), name
 
 
 def test_updates_are_those_of_vdn_but_for_what_the_values_see_and_whose_they_are():
