@@ -172,7 +172,8 @@ def test_on_policy_targets_are_td_lambda():
 
 # proves dop-4
 def test_an_update_is_critic_steps_on_both_losses_and_then_one_of_the_actor():
-    args, agent, critic, target_critic, _ = case(epochs=3, kappa=0.3, batch_size=5, on_policy_episodes=4)
+    flags = {"epochs": 3, "kappa": 0.3, "batch_size": 5, "on_policy_episodes": 4, "target_network_update_freq": 2}
+    args, agent, critic, target_critic, _ = case(**flags)
     agent, critic, target_critic = (x.float() for x in (agent, critic, target_critic))
     buffer, _ = recorded(dop, world(3), args, 50)
     theirs = [copy.deepcopy(x) for x in (agent, critic, target_critic)]
@@ -190,19 +191,20 @@ def test_an_update_is_critic_steps_on_both_losses_and_then_one_of_the_actor():
             p.data -= lr * g * min(1, args.clip_gradients / (norm + 1e-6))
 
     latest = buffer.latest(4, CPU)
-    for _ in range(3):
+    for i in range(3):
         replayed = buffer.sample(5, CPU)
         on, off = (
             dop.critic_loss(other, batch, dop.critic_targets(actor, target, batch, on_policy, args))
             for batch, on_policy in ((latest, True), (replayed, False))
         )
         step(other, 0.3 * off + 0.7 * on, 0.1)
-        dop.soft_update(target, other, args.polyak)
+        if i == 1:
+            dop.soft_update(target, other, args.polyak)
     step(actor, dop.actor_loss(actor, other, latest), 0.5)
     for ours, mine in zip((agent, critic, target_critic), theirs):
         for x, y in zip(ours.parameters(), mine.parameters(), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    assert metrics["train/num_updates"] == 3 == target_critic.num_updates
+    assert metrics["train/num_updates"] == 3
 
 
 # proves dop-6
