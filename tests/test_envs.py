@@ -490,6 +490,22 @@ def test_what_an_environment_calls_its_own_numbers_is_its_own_affair():
     assert info["_episode"].all() and (info["episode"]["l"] == 1).all()
 
 
+def test_an_info_of_every_step_may_be_called_episode():
+    """It was taken for the statistics of an episode's end, and ended the run with a KeyError."""
+
+    class Numbered(gym.Wrapper):
+        def step(self, action):
+            *transition, info = self.env.step(action)
+            return *transition, info | {"episode": {"r": 7.0}}
+
+    envs = make_gymnasium(lambda **_: Numbered(gym.make("CartPole-v1", max_episode_steps=5)), 2)
+    envs.reset(seed=1)
+    for t in range(1, 11):
+        info = envs.step(np.zeros(2, int))[-1]
+        assert ("episode" in info) == (t % 5 == 0)
+    assert info["episode"]["l"].tolist() == [5, 5] == info["episode"]["r"].tolist()
+
+
 def test_gymnasium_ids_of_modules_in_the_working_folder(tmp_path):
     (tmp_path / "my_tasks.py").write_text(
         "import gymnasium as gym\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"

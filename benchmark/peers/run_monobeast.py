@@ -1,4 +1,4 @@
-"""MonoBeast on Pong with the network of two convolutions: run_monobeast.py STEPS FOLDER
+"""MonoBeast on Pong with the network of two convolutions: run_monobeast.py STEPS FOLDER [FLAGS OF MONOBEAST]
 
 Its simulator is that of Gymnasium behind its own wrappers, which are written for the old Gym.
 """
@@ -40,7 +40,7 @@ class OldAPI(gym.Env):
         return obs, reward, terminated or truncated, info
 
 
-def main(steps: str, folder: str) -> None:
+def main(steps: str, folder: str, *more: str) -> None:
     gym.make = OldAPI
     from torchbeast import monobeast
 
@@ -57,7 +57,7 @@ def main(steps: str, folder: str) -> None:
     monobeast.Net = Shallow
     flags = ["--num_actors", "2", "--num_learner_threads", "1", "--unroll_length", "20", "--batch_size", "8"]
     flags += ["--disable_cuda", "--disable_checkpoint", "--savedir", folder, "--total_steps", steps]
-    monobeast.main(monobeast.parser.parse_args(flags))
+    monobeast.main(monobeast.parser.parse_args([*flags, *more]))
 
 
 if __name__ == "__main__":

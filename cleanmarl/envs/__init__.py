@@ -368,7 +368,11 @@ class OwnFinal(gym.Wrapper):
 
     def step(self, action):
         obs, reward, termination, truncation, info = self.env.step(action)
-        return copy.deepcopy(obs) if termination or truncation else obs, reward, termination, truncation, info
+        if termination or truncation:
+            obs = copy.deepcopy(obs)
+        elif "episode" in info:  # something of the environment's own: statistics come where an episode ends
+            info = {key: value for key, value in info.items() if key != "episode"}
+        return obs, reward, termination, truncation, info
 
 
 def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
