@@ -605,6 +605,16 @@ def test_an_agent_that_dies_at_the_time_limit_is_not_among_the_living(toy):
     envs.close()
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_death_where_none_was_promised_is_said(toy, num_workers):
+    """Critics showed what a dead agent had seen as if it were alive."""
+    with closing(make(toy, 2, num_workers=num_workers, may_die=False, deaths={"one_hot": 2})) as envs:
+        _, info = envs.reset()
+        *_, info = envs.step(info["action_mask"].argmax(-1))
+        with pytest.raises(EnvError, match="toy: one_hot is gone before the episode ends, and may_die is False"):
+            envs.step(info["action_mask"].argmax(-1))
+
+
 def test_who_is_among_the_agents_again_is_alive_again(toy):
     """As an environment does it that lets units respawn: their death is a termination."""
     envs = make(toy, 1, num_workers=0, deaths={"dict": 2}, respawn=4)

@@ -503,6 +503,9 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         reward, termination, truncation = (self.arrays[key].copy() for key in ("reward", "termination", "truncation"))
         self.statistics.add(reward)
         info, done = self._info(), termination | truncation
+        if not self.may_die and not info["agent_mask"].all():
+            a = np.flatnonzero(~info["agent_mask"].all(0))[0]
+            raise EnvError(f"{self.env_id}: {self.agents[a]} is gone before the episode ends, and may_die is False")
         if done.any():
             for key in ("final_obs", "final_state", "final_action_mask", "final_agent_mask"):
                 info[key] = np.zeros_like(self.arrays[key])
