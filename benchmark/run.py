@@ -8,7 +8,8 @@ are the same trial. A finished one (its run folder has done.json) is skipped, an
 continues with --resume, any other starts anew; one that fails is tried once more, and one that another program runs is
 waited for. `RUNS_DIR/manifest.json` says of every trial what ran, when, where, at which commit, what it took and how it
 ended; its output is appended to a file in `RUNS_DIR/logs`. Exit status 0 means all finished. SIGINT and SIGTERM are
-passed on to the trials as SIGTERM, so that they save; a second one makes them stop at once.
+passed on to the trials as SIGTERM, so that they save; a second one makes them stop at once, and a third
+ends them with SIGKILL.
 
 The same grid on several machines that share the folder, each with this Python at the same path:
 
@@ -150,8 +151,9 @@ class Trial:
     def run(self, stops: Callable[[], int] = lambda: 0) -> str:
         """Run or resume it to its end, a second time if it fails; returns finished | interrupted | failed.
 
-        `stops()` is how often it was asked to stop; each time the process gets a SIGTERM. Waits while another program
-        runs the trial, and returns "finished" without a process if there is nothing to do.
+        `stops()` is how often it was asked to stop; each time the process gets a SIGTERM, the third time, and all that
+        it has started, a SIGKILL. Waits while another program runs the trial, and returns "finished" without a process
+        if there is nothing to do.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a") as log:
@@ -197,7 +199,10 @@ class Trial:
         while pid == 0:
             if stops() > asked:
                 asked += 1
-                os.kill(process.pid, signal.SIGTERM)
+                if asked < 3:
+                    os.kill(process.pid, signal.SIGTERM)
+                else:  # it hangs
+                    os.killpg(process.pid, signal.SIGKILL)
             time.sleep(0.05)
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -206,6 +206,23 @@ def test_runner_passes_a_signal_on_and_resumes(toy, signum):
     assert {e["status"] for e in manifest(toy).values()} == {"finished"}
 
 
+def test_a_third_signal_ends_a_trial_that_hangs(toy):
+    """Such a one and its runner went on for ever, and had to be found and killed by hand."""
+    (toy / "slow").touch()
+    (toy / "toy.py").write_text(SCRIPT.replace("signal.SIGTERM, stop", "signal.SIGTERM, signal.SIG_IGN"))
+    argv = [sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "1"]
+    runner = subprocess.Popen(argv, cwd=toy, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: len(list((toy / "runs").glob("*/started"))) == 1)
+    for _ in range(3):
+        assert runner.poll() is None
+        runner.terminate()
+        time.sleep(0.3)
+    output, _ = runner.communicate(timeout=30)
+    assert runner.returncode == 128 + signal.SIGTERM, output
+    (entry,) = manifest(toy).values()
+    assert (entry["status"], entry["exit_status"]) == ("interrupted", -signal.SIGKILL)
+
+
 def test_a_trial_whose_runner_was_killed_is_waited_for(toy):
     (toy / "slow").write_text("3")
     runner = subprocess.Popen([sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "1"], cwd=toy)
