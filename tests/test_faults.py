@@ -361,9 +361,9 @@ def test_a_replay_of_unrolls_is_looked_at_too(tmp_path):
     envs = impala_replay.make_envs(args, 1)
     replay = impala_replay.Replay(args, impala_replay.unroll_dtype(envs, args))
     assert not_finite(replay.state_dict(), "replay") is None
-    replay.unrolls["obs"][2, 1, 0] = math.inf
     line = "^replay.unrolls.obs is not finite at step 0; there is no checkpoint yet"
     with pytest.raises(NonFiniteError, match=line), small_run(tmp_path, replay=replay) as run:
+        replay.unrolls["obs"][2, 1, 0] = math.inf
         run.save()
 
 
