@@ -27,7 +27,7 @@ $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foragi
 # their curves are beside MAPPO's, which benchmark/mappo.sh draws
 for script in vdn qmix; do forage $script 1 Foraging-15x15-3p-5f-v3 mappo_foraging_15x15; done
 for script in vdn idqn qmix; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 3 --workers "$WORKERS" \
+    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
         --env-ids mpe/simple_speaker_listener_v4 --runs-dir runs/vdn_listener_long -- --total-timesteps 2000000
 done
 $PYTHON benchmark/report.py runs/vdn_listener_long --out docs/results/vdn_listener_long --note "the defaults of each script" \
