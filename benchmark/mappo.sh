@@ -15,7 +15,7 @@ plot() { $PYTHON benchmark/report.py "runs/mappo_$1" --out "docs/results/mappo_$
 for script in ippo mappo coppo; do
     run $script 5 mpe/simple_spread_v3 runs/mappo_spread_long --total-timesteps 5000000
     run $script 5 mpe/simple_speaker_listener_v4 runs/mappo_listener_long --total-timesteps 2000000
-    run $script 3 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 5000000
+    run $script 5 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 5000000
     run $script 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging_long --total-timesteps 2000000
 done
 run mappo 1 lbf/Foraging-15x15-3p-5f-v3 runs/mappo_foraging_15x15 --total-timesteps 10000000 --num-envs 32 --num-steps 50 --gamma 0.99
