@@ -43,6 +43,7 @@ NOT_RUN = {  # the beginning of a command, and why no test gives it
     ".venv/bin/pip install ": "installs into the environment that the tests run in",
     "apt install ": "changes the machine",
     "bash benchmark/peers/setup.sh": "downloads the peers",
+    "bash benchmark/peers/monobeast.sh": "needs the peers",
 }
 PYTHON_ELSEWHERE = {  # the beginning of a block of Python, and the test that has it
     "def mappo_loss": "test_docs.py: lines of the script",
