@@ -73,7 +73,7 @@ class Args(OnPolicyArgs):
     normalize_value: bool = True
     """let critics predict normalised returns, by the running mean and deviation (PopArt)"""
     time_limit_bootstrap: bool = True
-    """at a time limit add gamma V(final state) to the reward: a truncated episode is not a terminated one"""
+    """at a time limit add gamma V(final observation) to the reward: a truncated episode is not a terminated one"""
 
 
 def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
