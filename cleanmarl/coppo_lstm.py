@@ -8,7 +8,7 @@ after another, each with the others' newest ratios (Algorithm 1); shared network
 is what the authors' code does: the inner clip in the clipped term only, and gradients through the others' ratios.
 
 Two layers with ReLU, a GRU and an output layer, 64 units each (appendix C.2), which also gives the optimizer, its
-learning rate, lambda, the clips, the 8 environments and the epochs.
+learning rate, gamma, lambda, the clips, the 8 environments and the epochs.
 
 A memory is empty where an episode begins or an agent comes back to life, in training as in evaluation. Training replays
 whole sequences from the memories with which the rollout began.
@@ -75,7 +75,7 @@ class Args(OnPolicyArgs):
     num_steps: PositiveInt = 400
     """T, steps of each environment in one rollout; gradients go back as far"""
     gamma: UnitFloat = 0.99
-    """discount factor; for long episodes, or without --time-limit-bootstrap, rather 0.99"""
+    """discount factor"""
     gae_lambda: UnitFloat = 0.9
     """lambda of GAE"""
     num_minibatches: PositiveInt = 1
