@@ -49,7 +49,7 @@ class Args(RunArgs):
     """environment steps of the whole run, however many agents act in each; the last episodes are played to their end"""
 
     agent_ids: bool = True
-    """add a one-hot id to the observation: without it the agents' common actor cannot tell them apart"""
+    """add a one-hot id to the observation: without it the agents' common networks cannot tell them apart"""
     num_envs: PositiveInt = 4
     """N, environments stepped side by side"""
     individual_critics: bool | None = None
