@@ -54,7 +54,7 @@ class Args(RunArgs):
     gamma: UnitFloat = 0.99
     """discount factor"""
     kappa: UnitFloat = 0.5
-    """weight of the critic's off-policy loss; that of the on-policy one is 1 less it"""
+    """weight of the critic's off-policy loss; that of the on-policy one is 1 - kappa"""
     tb_lambda: UnitFloat = 0.93
     """lambda of tree backup, the critic's off-policy targets"""
     td_lambda: UnitFloat = 0.8
@@ -296,14 +296,14 @@ def critic_targets(agent: Agent, target_critic: Critic, batch: Batch, on_policy:
     q = target_critic.values(batch.state, batch.obs)
     # detail dop-3: as the critic is linear, its mean over joint actions is that of each agent's mean over its own
     expected = target_critic.mix((log_probs.exp() * q).sum(-1), batch.state, batch.alive)[:, 1:]
-    seen = batch.state[:, :-1], batch.alive[:, :-1]
-    taken = target_critic.mix(of_action(q[:, :-1], batch.action), *seen)
+    state, alive = batch.state[:, :-1], batch.alive[:, :-1]
+    taken = target_critic.mix(of_action(q[:, :-1], batch.action), state, alive)
     if on_policy:  # detail dop-4: TD(lambda) with the next action that was taken; after the last one, with the mean
         following = torch.where(batch.weight[:, 1:] > 0, taken[:, 1:], expected[:, :-1])
         following = torch.cat([following, expected[:, -1:]], dim=1)
         return lambda_return(batch, taken, following, torch.ones_like(taken), args.gamma, args.td_lambda)
     # detail dop-3: tree backup goes on as far as the policy would have done the same
-    log_prob = of_action(log_probs[:, :-1], batch.action) * seen[1]
+    log_prob = of_action(log_probs[:, :-1], batch.action) * alive  # the dead choose nothing
     trace = log_prob.sum(-1, keepdim=True).exp()
     return lambda_return(batch, taken, expected, trace, args.gamma, args.tb_lambda)
 
