@@ -223,10 +223,10 @@ MUTATIONS = [
     ("masac-2", "masac", "batch.action).amin(0)", "batch.action)[0]"),
     ("masac-2", "masac_continuous_action", "next_action).amin(0)", "next_action)[0]"),
     ("masac-2", "masac_continuous_action", ", action).amin(0)", ", action)[0]"),
-    ("masac-3", "masac", "(q - agent.temperature[:, None] * log_prob)", "q"),
+    ("masac-3", "masac", "(q - agent.temperature[:, None] * log_probs)", "q"),
     ("masac-3", "masac_continuous_action", "* log_prob * batch.survive", "* 0 * log_prob * batch.survive"),
-    ("masac-4", "masac", "(log_prob.exp() * (q - agent", "(next_action * (q - agent"),
-    ("masac-4", "masac", "(log_prob.exp() * q).sum", "(batch.action * q).sum"),
+    ("masac-4", "masac", "(log_probs.exp() * (q - agent", "(next_action * (q - agent"),
+    ("masac-4", "masac", "(log_probs.exp() * q).sum", "(batch.action * q).sum"),
     ("masac-5", "masac", "(entropy - target) * batch.alive)", "(entropy - target))"),
     (
         "masac-5",

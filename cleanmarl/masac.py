@@ -289,11 +289,12 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
 def critic_targets(agent: Agent, target_critic: Critic, batch: Batch, gamma: float) -> torch.Tensor:
     """What the critics learn (B, T, A): r + gamma V(s'), the mean of min Q'(s', a') - temperature log pi(a'|o')."""
     logits = agent.logits(batch.obs[:, 1:], batch.action_mask[:, 1:])
-    log_prob, next_action = logits.log_softmax(-1), F.gumbel_softmax(logits, hard=True)  # of which the others' count
+    log_probs = logits.log_softmax(-1)  # (B, T, A, K)
+    next_action = F.gumbel_softmax(logits, hard=True)  # of which a critic sees the others'
     q = target_critic(batch.state[:, 1:], next_action).amin(0)  # detail masac-2: the smaller of two values
     # detail masac-3: the entropy belongs to the value
     # detail masac-4: which is a sum over the agent's own actions
-    value = (log_prob.exp() * (q - agent.temperature[:, None] * log_prob)).sum(-1)
+    value = (log_probs.exp() * (q - agent.temperature[:, None] * log_probs)).sum(-1)
     return batch.reward + gamma * batch.goes_on * value
 
 
@@ -306,13 +307,13 @@ def critic_loss(critic: Critic, batch: Batch, target: torch.Tensor) -> torch.Ten
 
 def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Minus the living agents' mean soft value beside the others' actions of the buffer; and entropies (B, T, A)."""
-    log_prob = agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1]).log_softmax(-1)
+    log_probs = agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1]).log_softmax(-1)
     with torch.no_grad():
         q = critic(batch.state[:, :-1], batch.action).amin(0)  # detail masac-2: here, too; (B, T, A, K)
-    entropy = -(log_prob.exp() * log_prob).sum(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
     # detail masac-4: a sum over the agent's own actions again
-    q = (log_prob.exp() * q).sum(-1) + agent.temperature.detach() * entropy
-    return -(q * batch.alive).sum() / batch.alive.sum().clamp(min=1), entropy.detach()
+    value = (log_probs.exp() * q).sum(-1) + agent.temperature.detach() * entropy
+    return -(value * batch.alive).sum() / batch.alive.sum().clamp(min=1), entropy.detach()
 
 
 def temperature_loss(agent: Agent, entropy: torch.Tensor, batch: Batch, target_entropy: float) -> torch.Tensor:
