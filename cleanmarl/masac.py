@@ -95,7 +95,7 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
 
 
 class Agent(nn.Module):
-    """The policy of all agents: one network that sees an agent's observation and its one-hot id."""
+    """The policy of all agents, one network that sees an agent's observation and its id, and their temperatures."""
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
