@@ -112,7 +112,7 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
 class Agent(nn.Module):
     """The values of all agents' actions, one network that sees an agent's observation and its id; and two of the team.
 
-    They see the state, and that of joint actions all agents' actions.
+    `joint_network` sees the state and the actions of all agents, `state_network` the state alone.
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
