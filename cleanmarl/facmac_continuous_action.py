@@ -74,7 +74,7 @@ class Args(RunArgs):
     mixing_dim: PositiveInt = 32
     """units of the mixing network's hidden layer"""
     hyper_dim: PositiveInt = 64
-    """units of the hidden layer of the hypernetworks, which make the mixing network's weights of the state"""
+    """units of the hidden layer of the hypernetworks, which make the mixing network's weights from the state"""
     epochs: PositiveInt = 4
     """gradient updates after each round of N episodes, each with a batch of its own"""
     optimizer: Literal["Adam", "AdamW", "SGD"] = "Adam"

@@ -82,7 +82,7 @@ class Args(RunArgs):
     mixing_dim: PositiveInt = 32
     """units of the mixing network's hidden layer"""
     hyper_dim: PositiveInt = 64
-    """units of the hidden layer of the hypernetworks, which make the mixing network's weights of the state"""
+    """units of the hidden layer of the hypernetworks, which make the mixing network's weights from the state"""
     epochs: PositiveInt = 4
     """gradient updates after each round of N episodes, each with a batch of its own"""
     optimizer: Literal["Adam", "RMSprop"] = "Adam"
@@ -103,11 +103,11 @@ def make_envs(args: Args, num_envs: int, **options) -> MultiAgentVectorEnv:
 
 
 class Mixer(nn.Module):
-    """The team's value of the agents': a network whose weights, none of them negative, depend on the state."""
+    """The team's value from the agents' values: a network whose weights, none of them negative, depend on the state."""
 
     def __init__(self, num_agents: int, state_size: int, hidden: int, hyper: int):
         super().__init__()
-        # detail qmix-2: hypernetworks make weights and biases of the state
+        # detail qmix-2: hypernetworks make weights and biases from the state
         self.weight1 = nn.Sequential(nn.Linear(state_size, hyper), nn.ReLU(), nn.Linear(hyper, num_agents * hidden))
         self.weight2 = nn.Sequential(nn.Linear(state_size, hyper), nn.ReLU(), nn.Linear(hyper, hidden))
         self.bias1 = nn.Linear(state_size, hidden)
