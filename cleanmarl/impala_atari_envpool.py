@@ -146,9 +146,8 @@ class Agent(nn.Module):
         self.network = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(size, HIDDEN)), nn.ReLU())
         self.lstm = nn.LSTM(HIDDEN + num_actions + 1, HIDDEN) if args.lstm else None
         self.state_size, self.num_actions = HIDDEN * args.lstm, num_actions
-        self.actor = layer_init(
-            nn.Linear(HIDDEN, num_actions), std=1.0
-        )  # with 0.01 the value alone would shape the trunk
+        # std: with 0.01 the value alone would shape the trunk
+        self.actor = layer_init(nn.Linear(HIDDEN, num_actions), std=1.0)
         self.critic = layer_init(nn.Linear(HIDDEN, 1), std=1.0)
         self.to(memory_format=torch.channels_last)  # makes convolutions faster
         self.bf16 = use_bf16(args)
