@@ -242,8 +242,7 @@ class Player:
                 final_value = agent(*inputs, self.state)[1][0].cpu().numpy()
                 self.reward = self.reward + self.args.gamma * final_value * truncation
             if "_episode" in info:
-                ended = info["_episode"]
-                steps["ep_return"][t], steps["ep_length"][t] = info["episode"]["r"], info["episode"]["l"] * ended
+                steps["ep_return"][t], steps["ep_length"][t] = info["episode"]["r"], info["episode"]["l"]
         last = self.obs, self.start, self.action, self.reward
         steps["obs"][T], steps["start"][T], steps["last_action"][T], steps["last_reward"][T] = last
         # detail impala-1: what acted is older than what learns, and its log-probabilities come with the steps
