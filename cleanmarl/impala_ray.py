@@ -255,7 +255,7 @@ class RMSProp(torch.optim.Optimizer):
                 if p.grad is not None:
                     if not self.state[p]:
                         self.state[p]["mean_square"] = torch.ones_like(p)
-                    mean_square = self.state[p]["mean_square"].lerp_(p.grad.square(), 0.01)
+                    mean_square = self.state[p]["mean_square"].lerp_(p.grad.square(), 0.01)  # decay 0.99
                     # detail impala-8: epsilon stands inside the root
                     p.addcdiv_(p.grad, (mean_square + group["eps"]).sqrt(), value=-group["lr"])
 
