@@ -201,7 +201,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
     actor = as_numpy(agent.actor)
     noise = (agent.log_std.exp() * torch.randn(rollout.action.shape, device=device)).cpu().numpy()
     mean = np.empty_like(noise)  # (T, N, K)
-    raw_obs = np.zeros((args.num_steps + 1, *obs.shape))
+    raw_obs = np.zeros((args.num_steps + 1, *obs.shape))  # to check: in clipped ones nothing is infinite
     raw_obs[0] = obs  # normalised, which leaves NaN as it is
     for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t] = obs
