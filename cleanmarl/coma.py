@@ -278,8 +278,8 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
 def critic_loss(agent: Agent, batch: Batch) -> torch.Tensor:
     """The loss (1,) or (A,) of each critic."""
     values = agent.values(agent.critic, batch.state, batch.obs, batch.alive, batch.others)
-    # Dead agents count here: what their team goes on to earn is what their death was worth.
     error = of_action(values, batch.action) - batch.target
+    # Dead agents count here: what their team goes on to earn is what their death was worth.
     return agent.mean(error.square(), torch.ones_like(batch.alive))
 
 
