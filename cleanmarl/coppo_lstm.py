@@ -421,7 +421,7 @@ def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, bat
             for turn in range(len(actors)):
                 loss, stats = actor_loss(agent, minibatch, args)
                 agent.zero_grad()
-                if turn == 0:  # all but the actors steps once
+                if turn == 0:  # everything but the actors steps once: with the first of them
                     (loss + value_loss.sum()).backward()
                 else:
                     loss.backward(inputs=[p for p in agent.actor.parameters() if p.requires_grad])
