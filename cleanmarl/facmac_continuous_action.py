@@ -235,7 +235,7 @@ class Buffer:
             # detail maddpg-7: agents live on after a truncation, as its final mask says, and none after a termination
             survivors = next_info["final_agent_mask"][i] & ~termination[i]
             last = next_info["final_obs"][i], next_info["final_state"][i]
-            self.playing[i].append([*last, survivors, action[i], reward[i]])
+            self.playing[i].append([*last, survivors, action[i], reward[i]])  # to_episode drops these two
             self.append(self.to_episode(*map(np.array, zip(*self.playing[i]))))
             self.playing[i] = []
 

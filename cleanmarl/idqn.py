@@ -162,7 +162,7 @@ class Buffer:
             # detail vdn-7: agents live on after a truncation, as its final mask says, and none after a termination
             survivors = next_info["final_agent_mask"][i] & ~termination[i]
             last = [next_info[key][i] for key in ("final_obs", "final_state", "final_action_mask")]
-            self.playing[i].append([*last, survivors, action[i], reward[i]])
+            self.playing[i].append([*last, survivors, action[i], reward[i]])  # to_episode drops these two
             self.append(self.to_episode(*map(np.array, zip(*self.playing[i]))))
             self.playing[i] = []
 
