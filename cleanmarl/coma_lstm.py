@@ -394,7 +394,7 @@ def main(args: Args) -> Path:
             agent.epsilon.fill_(args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start))
             now = collect(agent, envs, now, rollout, args, run)
             run.step += steps_per_update
-            run.carried = now[2:]
+            run.carried = now[2:]  # memories, for a checkpoint
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, optimizer, batch, iteration, args)
             run.log(metrics | {"train/epsilon": agent.epsilon.item()})

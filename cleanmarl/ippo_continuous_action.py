@@ -411,7 +411,7 @@ def main(args: Args) -> Path:
                 optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
 
             now = collect(agent, envs, now, rollout, args, run)
-            run.carried = (agent.running_return,)
+            run.carried = (agent.running_return,)  # for a checkpoint
             run.step += steps_per_update
             batch = estimate(agent, rollout, now[0], args)
             metrics = update(agent, optimizer, batch, args)

@@ -384,7 +384,7 @@ def main(args: Args) -> Path:
         *now, buffer.playing = run.start(envs, memory, buffer.playing)
         while run.step < args.total_timesteps:
             now = collect(agent, envs, now, buffer, run)
-            run.carried = now[2], buffer.playing
+            run.carried = now[2], buffer.playing  # for a checkpoint
             if len(buffer.episodes) >= args.batch_size and run.num_episodes % args.train_freq == 0:
                 batch = buffer.sample(args.batch_size, device)
                 metrics = update(agent, critic, targets, optimizers, batch, args)

@@ -390,7 +390,7 @@ def main(args: Args) -> Path:
         while run.step < args.total_timesteps:
             num_episodes = run.num_episodes
             now = collect(agent, envs, now, buffer, run)
-            run.carried = now[2], buffer.playing
+            run.carried = now[2], buffer.playing  # for a checkpoint
             for _ in range(args.epochs if len(buffer.episodes) >= args.batch_size else 0):
                 batch = buffer.sample(args.batch_size, device)
                 metrics = update(agent, critic, targets, optimizers, batch, args)

@@ -423,7 +423,7 @@ def main(args: Args) -> Path:
                 optimizer.param_groups[1]["lr"] = args.critic_learning_rate * remaining
 
             now = collect(agent, envs, now, rollout, args, run)
-            run.carried = now[2:]
+            run.carried = now[2:]  # memories, for a checkpoint
             run.step += steps_per_update
             batch = estimate(agent, rollout, *now, args)
             metrics = update(agent, optimizer, batch, args)

@@ -353,7 +353,7 @@ def main(args: Args) -> Path:
             progress = min(run.step / args.epsilon_timesteps, 1)
             epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
             now = collect(agent, envs, now, buffer, run, epsilon)
-            run.carried = now[2], buffer.playing
+            run.carried = now[2], buffer.playing  # for a checkpoint
             for _ in range(args.epochs if len(buffer.episodes) >= args.batch_size else 0):
                 batch = buffer.sample(args.batch_size, device)
                 metrics = update(agent, target_agent, optimizer, batch, args) | {"train/epsilon": epsilon}
