@@ -269,7 +269,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, state, rollout
             if args.time_limit_bootstrap:
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.as_tensor(info["final_obs"][n], device=device)
-                    same = torch.zeros(1, 1, dtype=torch.bool, device=device)
+                    same = torch.zeros(1, 1, dtype=torch.bool, device=device)  # no start: the same episode
                     rollout.reward[t, n] += args.gamma * agent(final_obs[None, None], state[:, [n]], same)[1].item()
     run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
@@ -292,7 +292,7 @@ class Batch(NamedTuple):
 
 @torch.no_grad()
 def estimate(agent: Agent, rollout: Rollout, next_obs, next_start, next_state, args: Args) -> Batch:
-    """Advantages and returns of a rollout; next_obs (N, 1, 84, 84) is the observation that follows it."""
+    """Advantages and returns of a rollout; next_obs (N, 1, 84, 84), next_start, next_state follow it."""
     device = next(agent.parameters()).device
     next_obs, next_start = (torch.as_tensor(x, device=device)[None] for x in (next_obs, next_start))
     next_value = agent(next_obs, next_state, next_start)[1][0]
