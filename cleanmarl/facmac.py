@@ -84,7 +84,7 @@ class Args(RunArgs):
     """learning rate of the critics"""
     target_network_update_freq: PositiveInt = 1
     """updates between two steps of the target networks"""
-    polyak: Annotated[float, Interval(gt=0, le=1)] = 0.01
+    polyak: Annotated[float, Interval(gt=0, le=1)] = 0.001
     """how far a step takes the target networks towards the others"""
     clip_gradients: float = 0.5
     """largest norm of a network's gradient; 0 or less for any"""
