@@ -137,22 +137,34 @@ def first_memory(agent: Agent, num_envs: int, num_agents: int) -> np.ndarray:
     return np.zeros((num_envs, num_agents, agent.num_actions + agent.q_network.memory_size), np.float32)
 
 
+def look(agent: Agent, q_network, obs: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Values (N, A, K) of all actions and what to remember (N, A, S); obs (N, A, D), memory as in `first_memory`."""
+    last_action, state = np.split(memory, [agent.num_actions], axis=-1)
+    return q_network(np.concatenate([obs, last_action], axis=-1), state)
+
+
+def remember(agent: Agent, action: np.ndarray, state: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """The memory after an action (N, A), of the form of `first_memory`; state (N, A, S), alive (N, A) bool."""
+    memory = np.concatenate([np.eye(agent.num_actions, dtype=np.float32)[action], state], axis=-1)
+    memory[~alive] = 0  # detail recurrent-1: the dead forget
+    return memory
+
+
 def make_policy(agent: Agent, greedy: bool = True):
     """The agents as a function of (obs, info, done) for `evaluate`: their most valuable legal actions.
 
     There is no other way to play without exploration, so `greedy` makes no difference.
     """
-    q_network, K, memory = as_numpy(agent.q_network), agent.num_actions, None
+    q_network, memory = as_numpy(agent.q_network), None
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
         nonlocal memory
         if done.all():  # at the beginning, when the number of environments may be another one
             memory = first_memory(agent, *obs.shape[:2])
         memory[done] = 0
-        q, state = q_network(np.concatenate([obs, memory[..., :K]], axis=-1), memory[..., K:])
+        q, state = look(agent, q_network, obs, memory)
         action = np.where(info["action_mask"], q, -np.inf).argmax(-1)
-        memory = np.concatenate([np.eye(K, dtype=np.float32)[action], state], axis=-1)
-        memory[~info["agent_mask"]] = 0
+        memory = remember(agent, action, state, info["agent_mask"])
         return action
 
     return policy
@@ -262,15 +274,14 @@ def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run, epsilon: float):
     """Play on to the next multiple of N episodes, from `now`, (obs, info, memory) before it; returns those after it."""
     q_network, num_episodes = as_numpy(agent.q_network), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
-    (obs, info, memory), K = now, agent.num_actions
+    obs, info, memory = now
     while run.num_episodes < num_episodes:
-        q, state = q_network(np.concatenate([obs, memory[..., :K]], axis=-1), memory[..., K:])
+        q, state = look(agent, q_network, obs, memory)
         action = act(q, info["action_mask"], epsilon)
-        memory = np.concatenate([np.eye(K, dtype=np.float32)[action], state], axis=-1)
+        memory = remember(agent, action, state, info["agent_mask"])
         next_obs, reward, termination, truncation, next_info = envs.step(action)
         buffer.add(obs, info, action, reward, termination, truncation, next_info)
-        memory[~info["agent_mask"]] = 0  # detail recurrent-1: the dead forget, and an episode begins with nothing
-        memory[termination | truncation] = 0
+        memory[termination | truncation] = 0  # detail recurrent-1: an episode begins with nothing
         run.step += envs.num_envs
         if "_episode" in next_info:
             run.log_episodes(next_info, buffer.episodes)

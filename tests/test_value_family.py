@@ -29,7 +29,7 @@ def test_copied_parts_are_those_that_the_tests_of_vdn_prove(script):
         assert (code(script.value_loss) == code(parent.value_loss)) == (script in (vdn_lstm, qmix_lstm))
     if script is qmix_lstm:
         assert code(script.Mixer) == code(qmix.Mixer)
-        for name in ("first_memory", "make_policy", "collect", "main"):
+        for name in ("first_memory", "look", "remember", "make_policy", "collect", "main"):
             assert code(getattr(script, name)) == code(getattr(vdn_lstm, name)), name
     elif script is vdn_lstm:
         assert without_memory(vdn_lstm.main) == without_memory(vdn.main)
