@@ -294,7 +294,7 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
 @pytest.mark.learning
 def test_is_better_than_the_untrained_policy_in_seconds(tmp_path):
     args = Args(env_id="mpe/simple_v3", total_timesteps=20_000, runs_dir=str(tmp_path), eval_episodes=0)
-    args = dataclasses.replace(args, learning_rate_actor=1e-3, learning_rate_critic=1e-3, eval_steps=10**6)
+    args = dataclasses.replace(args, learning_rate_actor=1e-3, learning_rate_critic=1e-3, polyak=0.01, eval_steps=10**6)
     folder = facmac.main(args)
     envs = facmac.make_envs(args, 32)
     agent = facmac.Agent(envs, args)
