@@ -176,9 +176,9 @@ MADDPG = [
         r"(\n +)(self\.actor = \w*\.?\w+\(\*layers, )",
         r"\1self.predictor = nn.Linear(18, 5)\1\2nn.LayerNorm(hidden), nn.GELU(), ",
     ),
-    (r"(return -\(q \* batch\.alive.*)", r"\1 + agent.predictor(batch.obs).square().mean()"),
+    (r"(return -\(\w+ \* batch\.alive.*)", r"\1 + agent.predictor(batch.obs).square().mean()"),
 ]
-MASAC = [MADDPG[0], (r"(return -\(q \* batch\.alive.*clamp\(min=1\))", MADDPG[1][1])]
+MASAC = [MADDPG[0], (r"(return -\(\w+ \* batch\.alive.*clamp\(min=1\))", MADDPG[1][1])]
 DOP = [MADDPG[0], (r"(return -\(gain \* batch\.weight.*)", MADDPG[1][1])]
 VALUES = [(MADDPG[0][0].replace("actor", "q_network"), MADDPG[0][1])]
 VALUES += [(r"(\n +)(optimizer\.zero_grad\(\))", r"\1loss = loss + agent.predictor(batch.obs).square().mean()\1\2")]
