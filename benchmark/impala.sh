@@ -16,6 +16,8 @@ $PYTHON benchmark/report.py runs/impala_cartpole_actors --out docs/results/impal
 
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_replay.py" --env-ids CartPole-v1 --num-seeds 5 \
     --workers "$WORKERS" --runs-dir runs/impala_replay_cartpole -- --num-actors 0
+$PYTHON benchmark/report.py runs/impala_replay_cartpole --out docs/results/impala_replay_cartpole \
+    --note "the defaults without actors (\`--num-actors 0\`)" --command benchmark/impala.sh
 
 # an entropy bonus as large as the rewards: with less of it the lander learns to hover
 $PYTHON benchmark/run.py --command "python cleanmarl/impala.py" --env-ids LunarLander-v3 --num-seeds 3 \
