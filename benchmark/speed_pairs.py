@@ -109,6 +109,19 @@ PAIRS = [
         "3e-4 that falls to 0, two networks 64-64 with tanh, observations and rewards normalised",
         peer_differs="SAME_STEP autoreset and `final_info` of the present Gymnasium",
     ),
+    Pair(
+        script="ppo_atari_envpool",
+        beside="CleanRL ppo_atari_envpool.py; ours with `--bf16 auto`",
+        goal=2,
+        ours=ours("ppo_atari_envpool", "--env-id Breakout-v5 --bf16 auto"),
+        steps=8_192,
+        peer=peer("cleanrl", "ppo_atari_envpool", "--env-id Breakout-v5"),
+        peer_steps=4_096,
+        settings="Breakout-v5, the defaults of both: 8 environments x 128 steps, 4 epochs x 4 minibatches, Adam 2.5e-4 "
+        "that falls to 0, three convolutions and a layer of 512",
+        ours_differs="convolutions in bfloat16",
+        peer_differs="gym's interface over that of the present envpool",
+    ),
     *with_and_without_compile(
         Pair(
             script="ippo",

@@ -2,7 +2,8 @@
 
 It was written for Gymnasium 0.29, whose vector environments reset in the step that ends an episode, and list what each
 episode was in `final_info`. Without that it would log no returns, and train on a dummy row after each end. Its
-TransformObservation did not ask for the space of what it makes.
+TransformObservation did not ask for the space of what it makes. The script with envpool was written for gym, whose
+wrappers pass attributes on, and whose environments have one sign for every end.
 
 With --runs-dir the run is left there as one of ours, which benchmark/run.py can start and benchmark/report.py reads: a
 point of its curve is the mean return of the episodes that ended in POINT steps. DIR comes last.
@@ -13,6 +14,7 @@ import os
 import runpy
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import gymnasium as gym
@@ -44,6 +46,42 @@ class TransformObservation(gym.wrappers.TransformObservation):
         super().__init__(env, func, env.observation_space)
 
 
+class Wrapper:
+    """That of gym, which passes on what it does not have."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def reset(self, **options):
+        return self.env.reset(**options)
+
+    def step(self, action):
+        return self.env.step(action)
+
+
+class EnvPool(Wrapper):
+    """An envpool of today as one for gym."""
+
+    def reset(self):
+        return self.env.reset()[0]
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return obs, reward, terminated | truncated, info
+
+
+def with_gym() -> None:
+    """Let `import gym` and `envpool.make(env_type="gym")` be what CleanRL's script was written for."""
+    import envpool
+
+    sys.modules["gym"] = types.SimpleNamespace(Wrapper=Wrapper, spaces=gym.spaces)
+    make = envpool.make
+    envpool.make = lambda *args, **options: EnvPool(make(*args, **options))
+
+
 def as_our_run(folder: Path, args: dict[str, str]) -> None:
     """Write the returns of CleanRL's event file below `folder` as those of a run of ours, with the times they had."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -69,6 +107,8 @@ def as_our_run(folder: Path, args: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     gym.wrappers.TransformObservation = TransformObservation
+    if "envpool" in sys.argv[1]:
+        with_gym()
     gym.vector.SyncVectorEnv = SyncVectorEnv
     sys.argv = sys.argv[1:]
     if "--runs-dir" not in sys.argv:
