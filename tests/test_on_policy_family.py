@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 from test_maddpg_family import code
-from toys import Quiet, make_rollout
+from toys import Quiet, Toy, curves, make_rollout
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 52, "eval_episodes": 0}
 CONTINUOUS = [ippo_continuous_action, mappo_continuous_action]
@@ -164,3 +164,20 @@ def test_critics_of_joint_actions_bootstrap_from_legal_ones(script, team):
     error = abs(np.stack(values) - following).max(-1)  # (joint actions, 32)
     assert (error.min(0) < 1e-3).all() and len(set(error.argmin(0))) > 3
     assert len(legal[2]) == 2 < envs.action_sizes[2]  # one of agent 2's actions is forbidden
+
+
+@pytest.mark.parametrize("script", [ippo, ippo_continuous_action, ippo_lstm, ippo_per_agent, mappo, coppo, coma])
+def test_a_team_whose_last_member_is_dead_earns_nothing_until_its_episode_ends(script, team, monkeypatch, tmp_path):
+    look = Toy.look
+
+    def nobody_lives_from_the_fifth_step_on(self):
+        obs, info = look(self)
+        info["agent_mask"][self.clock >= 4] = False
+        return obs, info
+
+    monkeypatch.setattr(Toy, "look", nobody_lives_from_the_fifth_step_on)
+    env_id = f"{team}?continuous=True" if script in CONTINUOUS else team
+    folder = script.main(script.Args(**SMALL, env_id=env_id, runs_dir=str(tmp_path)))
+    losses = {name: curve for name, curve in curves(folder).items() if name.startswith("train/")}
+    assert len(losses) > 3 and all(np.isfinite(curve).all() for curve in losses.values())
+    assert set(curves(folder)["rollout/ep_reward_agent_0"]) == {1 + 2 + 3 + 4}
