@@ -49,8 +49,9 @@ $PYTHON benchmark/report.py runs/vdn_smax_3m --tag rollout/battle_won --out docs
 $PYTHON benchmark/qtran_matrix.py --out docs/results --seeds 10
 
 # critics of all agents' actions
-spread masac 3 masac_spread_long --total-timesteps 500000 --gamma 0.95
-for script in facmac dop; do spread $script 2 masac_spread_long --total-timesteps 500000 --gamma 0.95; done
+spread masac 3 masac_spread_long --total-timesteps 500000
+spread facmac 3 masac_spread_long --total-timesteps 500000
+spread dop 2 masac_spread_long --total-timesteps 500000 --gamma 0.95
 $PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long --command benchmark/baselines.sh \
     --note "the defaults of each script, and a discount of 0.95 for DOP"
 for gamma in 0.95 0.99; do spread coma 1 coma_spread_long/$gamma --total-timesteps 1000000 --gamma $gamma; done

@@ -487,11 +487,13 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
                 if seeds > 1:
                     axis.fill_between(curve.step, curve.low, curve.high, color=f"C{position}", alpha=0.25, linewidth=0)
         lines, (low, high) = known[known.env_id == env_id].sort_values("score"), axis.get_ylim()
+        side = "right"
         for x in lines.assign(near=lines.score.diff() < 0.06 * (high - low)).itertuples():
             axis.axhline(x.score, color="0.4", linestyle="--", linewidth=1)
+            side = "left" if x.near and side == "right" else "right"  # not over the one below
             box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
-            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "size": 8}
-            axis.annotate(x.label, (0.86 if x.near else 0.99, x.score), **place, bbox=box)  # not over the one below
+            place = {"xycoords": ("axes fraction", "data"), "ha": side, "va": "bottom", "size": 8}
+            axis.annotate(x.label, ({"left": 0.01, "right": 0.99}[side], x.score), **place, bbox=box)
         axis.set(title=env_id, xlabel="environment steps", ylabel=figure["tag"])
         axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 5))
         size = "medium" if max(map(len, curves)) < 40 else "small"
