@@ -3,10 +3,11 @@
     python benchmark/hand_written.py    # the warehouse needs the package rware
 
 An agent plans its way to a goal: of all sequences of five actions, the one that keeps it nearest over eight steps of
-mpe2's physics. It plans no further and avoids nobody, so the best return is a little higher. A listener that is not
-told the goal goes to the middle of the three: what a pair can reach whose speaker says nothing. So do both agents of
-simple_reference, who tell each other where to go. In simple_spread the agents divide the landmarks among them at the
-start, such that their ways are shortest in all.
+mpe2's physics; of continuous actions it has nine, pushes along both axes at once, and four in a sequence. It plans no
+further and avoids nobody, so the best return is a little higher. A listener that is not told the goal goes to the middle
+of the three: what a pair can reach whose speaker says nothing. So do both agents of simple_reference, who tell each
+other where to go. In simple_spread the agents divide the landmarks among them at the start, such that their ways are
+shortest in all.
 
 A robot of the warehouse takes the shortest way to the nearest requested shelf that no other robot is after, from there
 to the nearest goal, and to the nearest free place for the shelf. Where another robot stands is a wall for it; now and
@@ -27,6 +28,8 @@ ACTIONS = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]]) * 5.0  # forces: 
 DAMPING, DT = 0.75, 0.1
 HORIZON, COASTING = 5, 3  # steps with an action of the plan, steps without any after them
 PLANS = np.array(list(itertools.product(range(len(ACTIONS)), repeat=HORIZON)))  # (P, HORIZON)
+PUSHES = np.array(list(itertools.product((-1.0, 0.0, 1.0), repeat=2)))  # continuous actions: right, up; both at once
+PUSH_PLANS = np.array(list(itertools.product(range(len(PUSHES)), repeat=4)))  # shorter, since there are more
 
 WAITING = 0.03  # share of a robot's steps
 
@@ -41,15 +44,15 @@ class Args:
     """seed of the environments"""
 
 
-def plan(velocity: np.ndarray, way: np.ndarray) -> np.ndarray:
-    """The first action (N,) of the best plan from velocity (N, 2), with `way` (N, 2) to go."""
-    forces = ACTIONS[PLANS]  # (P, HORIZON, 2)
+def plan(velocity: np.ndarray, way: np.ndarray, actions: np.ndarray = ACTIONS, plans: np.ndarray = PLANS) -> np.ndarray:
+    """The first action (N,) of the best of the plans (P, T) from velocity (N, 2), with `way` (N, 2) to go."""
+    forces, T = actions[plans], plans.shape[1]  # (P, T, 2)
     velocity, way, cost = velocity[:, None], way[:, None], 0.0
-    for t in range(HORIZON + COASTING):
+    for t in range(T + COASTING):
         way = way - velocity * DT  # (N, P, 2): a force moves nothing before the next step
-        velocity = velocity * DAMPING + (forces[:, t] * DT if t < HORIZON else 0)
+        velocity = velocity * DAMPING + (forces[:, t] * DT if t < T else 0)
         cost = cost + np.square(way).sum(-1)
-    return PLANS[cost.argmin(1), 0]
+    return plans[cost.argmin(1), 0]
 
 
 def play(args: Args, told: bool) -> np.ndarray:
@@ -84,9 +87,9 @@ def play_reference(args: Args, told: bool) -> np.ndarray:
     return info["episode"]["r"].sum(1)
 
 
-def play_spread(args: Args) -> np.ndarray:
+def play_spread(args: Args, continuous: bool = False) -> np.ndarray:
     """The team's returns (N,) on simple_spread, each agent on its way to a landmark of its own."""
-    envs = make("mpe/simple_spread_v3", args.num_episodes)
+    envs = make(f"mpe/simple_spread_v3?continuous_actions={continuous}", args.num_episodes)
     obs, info = envs.reset(seed=args.seed)
     divisions = np.array(list(itertools.permutations(range(3))))  # (6, A): which landmark each agent takes
     ways = obs[:, :, 4:10].reshape(-1, 3, 3, 2)  # (N, A, landmarks, 2)
@@ -96,7 +99,12 @@ def play_spread(args: Args) -> np.ndarray:
     while not done.all():
         ways = obs[:, :, 4:10].reshape(-1, 3, 3, 2)
         way = np.take_along_axis(ways, goal[:, :, None, None], axis=2)[:, :, 0]  # (N, A, 2)
-        action = np.stack([plan(obs[:, i, :2], way[:, i]) for i in range(3)], axis=1)
+        if continuous:
+            push = np.stack([plan(obs[:, i, :2], way[:, i], 5 * PUSHES, PUSH_PLANS) for i in range(3)], axis=1)
+            right, up = np.moveaxis(PUSHES[push], -1, 0)
+            action = np.stack([0 * up, -right, right, -up, up], axis=-1).clip(0).astype(np.float32)
+        else:
+            action = np.stack([plan(obs[:, i, :2], way[:, i]) for i in range(3)], axis=1)
         obs, _, termination, truncation, info = envs.step(action)
         done = termination | truncation  # at the same step everywhere
     return info["episode"]["r"].sum(1)
@@ -150,7 +158,7 @@ if __name__ == "__main__":
     args = tyro.cli(Args)
     scores = {"listener, told the goal": play(args, True), "listener, not told": play(args, False)}
     scores |= {"reference, told": play_reference(args, True), "reference, not told": play_reference(args, False)}
-    scores |= {"spread": play_spread(args)}
+    scores |= {"spread": play_spread(args), "spread, continuous actions": play_spread(args, continuous=True)}
     for name in ("rware-tiny-2ag-easy-v2", "rware-tiny-2ag-v2"):
         scores[name] = play_warehouse(args, name)
     for name, returns in scores.items():

@@ -94,11 +94,14 @@ done
 $PYTHON benchmark/report.py runs/ippo_lstm_mpe --out docs/results/ippo_lstm_mpe --note "the defaults" --command benchmark/mappo.sh
 recurrent 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener
 recurrent 3 mpe/simple_spread_v3 runs/mappo_lstm_spread
+run mappo_lstm 1 mpe/simple_spread_v3 runs/mappo_lstm_spread_long --total-timesteps 5000000
 recurrent 3 mpe/simple_reference_v3 runs/mappo_lstm_reference
 recurrent 3 mpe/simple_tag_v3 runs/mappo_lstm_tag --no-share-parameters
 recurrent 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_lstm_foraging --num-envs 32 --num-steps 50 --gamma 0.99
 plot lstm_listener \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
+plot lstm_spread_long \
+    --note "the defaults"
 plot lstm_spread \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
 plot lstm_reference \

@@ -598,6 +598,8 @@ def test_hand_written_pair_refers():
 def test_hand_written_agents_spread():
     returns = hand_written.play_spread(hand_written.Args(num_episodes=32))
     assert returns.shape == (32,) and -30 < returns.mean() < -15  # a random team has -79.3
+    both_axes = hand_written.play_spread(hand_written.Args(num_episodes=32), continuous=True)
+    assert returns.mean() + 1 < both_axes.mean() < -12  # the same places, and more pushes to choose from
 
 
 def test_hand_written_robots_deliver():
