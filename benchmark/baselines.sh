@@ -20,7 +20,8 @@ forage() {  # script, number of seeds, id of the environment, folder of the runs
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" --env-ids "lbf/$3" \
         --runs-dir "runs/$4" -- --total-timesteps 2000000 --gamma 0.99 --normalize-reward "${rate[@]}"
 }
-for script in vdn idqn qmix; do forage $script 3 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long; done
+for script in vdn qmix; do forage $script 5 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long; done
+forage idqn 4 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long
 $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foraging_long --command benchmark/baselines.sh \
     --note "a discount of 0.99 and normalised rewards; QMIX with VDN's learning rate and target"
 # their curves are beside MAPPO's, which benchmark/mappo.sh draws

@@ -4,10 +4,10 @@
 
 An agent plans its way to a goal: of all sequences of five actions, the one that keeps it nearest over eight steps of
 mpe2's physics; of continuous actions it has nine, pushes along both axes at once, and four in a sequence. It plans no
-further and avoids nobody, so the best return is a little higher. A listener that is not told the goal goes to the middle
-of the three: what a pair can reach whose speaker says nothing. So do both agents of simple_reference, who tell each
-other where to go. In simple_spread the agents divide the landmarks among them at the start, such that their ways are
-shortest in all.
+further and avoids nobody, so the best return is a little higher. A listener that is not told the goal goes to the
+middle of the three: what a pair can reach whose speaker says nothing. So do both agents of simple_reference, who tell
+each other where to go. In simple_spread the agents divide the landmarks among them at the start, such that their ways
+are shortest in all.
 
 A robot of the warehouse takes the shortest way to the nearest requested shelf that no other robot is after, from there
 to the nearest goal, and to the nearest free place for the shelf. Where another robot stands is a wall for it; now and

@@ -113,7 +113,7 @@ plot lstm_foraging \
 
 # continuous actions; multiwalker's episodes are long and end by a fall: a higher discount, rollouts of 200 steps
 for script in ippo_continuous_action mappo_continuous_action; do
-    run $script 5 "mpe/simple_spread_v3?continuous_actions=True" runs/mappo_continuous_action_spread --total-timesteps 400000
+    run $script 3 "mpe/simple_spread_v3?continuous_actions=True" runs/mappo_continuous_action_spread --total-timesteps 5000000
 done
 run mappo_continuous_action 3 pz/sisl/multiwalker_v9 runs/mappo_continuous_action_multiwalker --total-timesteps 400000 \
     --num-envs 16 --num-steps 200 --gamma 0.99
