@@ -20,8 +20,7 @@ forage() {  # script, number of seeds, id of the environment, folder of the runs
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" --env-ids "lbf/$3" \
         --runs-dir "runs/$4" -- --total-timesteps 2000000 --gamma 0.99 --normalize-reward "${rate[@]}"
 }
-for script in vdn qmix; do forage $script 5 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long; done
-forage idqn 4 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long
+for script in vdn qmix idqn; do forage $script 5 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long; done
 $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foraging_long --command benchmark/baselines.sh \
     --note "a discount of 0.99 and normalised rewards; QMIX with VDN's learning rate and target"
 # their curves are beside MAPPO's, which benchmark/mappo.sh draws
@@ -52,7 +51,7 @@ $PYTHON benchmark/qtran_matrix.py --out docs/results --seeds 10
 # critics of all agents' actions
 spread masac 3 masac_spread_long --total-timesteps 500000
 spread facmac 3 masac_spread_long --total-timesteps 500000
-spread dop 2 masac_spread_long --total-timesteps 500000 --gamma 0.95
+spread dop 3 masac_spread_long --total-timesteps 500000 --gamma 0.95
 $PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long --command benchmark/baselines.sh \
     --note "the defaults of each script, and a discount of 0.95 for DOP"
 for gamma in 0.95 0.99; do spread coma 1 coma_spread_long/$gamma --total-timesteps 1000000 --gamma $gamma; done
