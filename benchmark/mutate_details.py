@@ -133,7 +133,7 @@ MUTATIONS = [
     ("mappo-2", "mappo", "self.critic((state, obs", "self.critic((0 * state, obs"),
     ("mappo-3", "mappo", "if self.may_die:", "if False:"),
     ("mappo-9", "mappo", "self.state_stats(state[:, None])", "state[:, None]"),
-    ("mappo-9", "mappo", "agent.state_stats.update(rows.state[:, None])", "pass"),
+    ("mappo-9", "mappo", 'agent.state_stats.update(*to_tensors(agent, info["state"][:, None]))', "pass"),
     ("coppo-1", "coppo", "unclipped = inner = g * ratio", "unclipped = inner = ratio"),
     ("coppo-2", "coppo", "return product, torch.clamp(product, low, high)", "return product, product"),
     ("coppo-3", "coppo", "take_gradients(active=[turn])", "take_gradients(active=range(len(actors)))"),

@@ -221,6 +221,8 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
     for t in range(args.num_steps):
         rollout.obs[t], rollout.state[t] = obs, info["state"]
         rollout.action_mask[t], rollout.agent_mask[t] = info["action_mask"], info["agent_mask"]
+        if args.normalize_state:  # detail mappo-9: before the values, or PopArt begins with huge ones
+            agent.state_stats.update(*to_tensors(agent, info["state"][:, None]))
         logits[t] = np.where(info["action_mask"], actor(obs), -1e8)
         rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
 
@@ -268,8 +270,6 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     device = next(agent.parameters()).device
     rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
     alive = rows.agent_mask.float()
-    if args.normalize_state:  # detail mappo-9: before the values, or PopArt begins with huge ones
-        agent.state_stats.update(rows.state[:, None])
     value = agent.value(rows.state, rows.obs, alive)
     following = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"])
     next_value = agent.value(*following).cpu().numpy()

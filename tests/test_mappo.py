@@ -390,6 +390,23 @@ def test_a_time_limit_bootstraps_from_the_final_state(team):
     np.testing.assert_allclose(rollout.reward[5, 1], 6 + 0.9 * value[0].detach().numpy(), rtol=1e-5)  # 1 is truncated
 
 
+# proves mappo-9
+@pytest.mark.parametrize("script", [coppo, mappo])
+def test_a_final_state_is_seen_in_the_scale_of_those_before_it(script, team):
+    """Already in the first rollout: raw ones would have values that PopArt begins with."""
+    args = script.Args(env_id=team, **SMALL, gamma=0.9, normalize_state=True)
+    torch.manual_seed(0)
+    envs = script.make_envs(args, 4)
+    agent, rollout = script.Agent(envs, args), make_rollout(script, args, envs)
+    script.collect(agent, envs, envs.reset(seed=1), rollout, args, Quiet())
+    agent.state_stats = agent.state_stats.__class__(1, 2)
+    agent.state_stats.update(torch.from_numpy(rollout.state[:6].reshape(-1, 1, 2)))
+    final_obs = torch.zeros(1, 3, 3)
+    final_obs[0, 0, :2] = 6  # agent 2 died with the last step
+    value = agent.value(torch.tensor([[6.0, 36]]), final_obs, torch.tensor([[1.0, 0, 0]]))
+    np.testing.assert_allclose(rollout.reward[5, 1], 6 + 0.9 * value[0].detach().numpy(), rtol=1e-4)
+
+
 def test_explained_variance_leaves_dead_agents_out(team):
     args = mappo.Args(env_id=team, **SMALL)
     agent, _, batch = collected(args)

@@ -62,14 +62,13 @@ def test_copies_are_copies(scripts, names):
 
 
 def dedented(thing) -> str:
-    """Its code without docstrings and comments, of a method too; names of losses and states' scale do not count."""
+    """Its code without docstrings and comments, of a method too; names of losses do not count."""
     if thing.__qualname__ == thing.__name__:
         text = code(thing)
     else:
         tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
         tree.body[0].body = tree.body[0].body[1:] if ast.get_docstring(tree.body[0]) else tree.body[0].body
         text = ast.unparse(tree)
-    text = text.replace("    if args.normalize_state:\n        agent.state_stats.update(rows.state[:, None])\n", "")
     return text.replace("ippo_loss", "loss").replace("mappo_loss", "loss")
 
 
