@@ -163,6 +163,7 @@ MUTATIONS = [
     ("dop-6", "dop", "(1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform", "logits.softmax(-1)"),
     ("recurrent-1", "ippo_lstm", "return done[:, None] | ", "return "),
     ("recurrent-1", "ippo_lstm", 'done[:, None] | ~alive & info["agent_mask"]', "done[:, None] | False & alive"),
+    ("recurrent-1", "ippo_lstm", "critic_memory[cut] * ~came_back[..., None]", "critic_memory[cut]"),
     (
         "recurrent-2",
         "ippo_lstm",
@@ -172,6 +173,7 @@ MUTATIONS = [
     ("recurrent-2", "ippo_lstm", "rollout.critic_memory[:] = memory, critic_memory", "rollout.critic_memory[:] = 0, 0"),
     ("recurrent-1", "coma_lstm", "return done[:, None] | ", "return "),
     ("recurrent-1", "coma_lstm", 'done[:, None] | ~alive & info["agent_mask"]', "done[:, None] | False & alive"),
+    ("recurrent-1", "coma_lstm", "memory[cut] * ~came_back[..., None]", "memory[cut]"),
     (
         "recurrent-2",
         "coma_lstm",

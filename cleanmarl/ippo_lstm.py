@@ -253,9 +253,9 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             run.log_episodes(info)
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
-                final_value = (
-                    agent.value(*to_tensors(agent, info["final_obs"][cut], critic_memory[cut]))[0].cpu().numpy()
-                )
+                came_back = ~alive[cut] & info["final_agent_mask"][cut]  # detail recurrent-1: there, too
+                seen = to_tensors(agent, info["final_obs"][cut], critic_memory[cut] * ~came_back[..., None])
+                final_value = agent.value(*seen)[0].cpu().numpy()
                 has_value = agent.team_reward | info["final_agent_mask"][cut]
                 rollout.reward[t, cut] += args.gamma * final_value * has_value  # detail ippo-5: a time limit is no end
         memory, critic_memory = (x * ~rollout.forget[t, ..., None] for x in (memory, critic_memory))

@@ -12,7 +12,7 @@ from cleanmarl.run import load_checkpoint
 import numpy as np
 import pytest
 import torch
-from test_recurrent_family import LISTENER, Given, Revived, actor_logits, lives
+from test_recurrent_family import LISTENER, Given, Revived, RevivedLast, actor_logits, lives
 from toys import Quiet, code, make_rollout
 
 SMALL = {"num_envs": 4, "num_steps": 20, "total_timesteps": 160, "actor_hidden_dim": 16, "eval_episodes": 0}
@@ -132,6 +132,19 @@ def test_what_follows_an_episode_or_a_rollout_is_done_with_the_memory_of_its_lif
             np.testing.assert_allclose(target[last - 1, n], last - first + 0.9 * q, rtol=1e-4, atol=1e-4)
             checked += 1
     assert checked == 6 + 3  # truncated in environments 1 and 3, and three whose episode the rollout cut
+
+
+# proves recurrent-1
+def test_who_comes_back_where_a_time_limit_is_has_a_fresh_memory_there(monkeypatch):
+    """The next action, whose value follows the episode, is chosen with the memories of those who lived alone."""
+    monkeypatch.setattr(coma_lstm, "make", lambda env_id, num_envs, **options: RevivedLast(num_envs))
+    plain, given = coma_lstm.bootstrap, []
+    monkeypatch.setattr(coma_lstm, "bootstrap", lambda *x: (given.append(x), plain(*x))[1])
+    envs, _, ((rollout, _),), _ = collected(coma_lstm.Args(**SMALL))
+    assert rollout.done[4, 3].all() and not rollout.agent_mask[4, 3, 1]
+    _, final_obs, _, _, alive, memory = given[0]  # of the fourth environment, which is the first that is cut
+    assert (final_obs == envs.ends[0][0][[3]]).all() and alive.all()
+    assert not memory[0, 1].any() and memory[0, [0, 2]].all()
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -24,6 +24,8 @@ SMALL |= {"num_minibatches": 2, "eval_episodes": 0}
 class Revived(Toy):
     """Random observations, episodes of 5, 6, 7 and 5 steps; agent 1 is dead in the third and fourth and comes back."""
 
+    dead = (2, 3)  # by the clock
+
     def __init__(self, num_envs):
         super().__init__(num_envs, team_reward=True, see="noise", varied=True)
 
@@ -31,9 +33,15 @@ class Revived(Toy):
         self.may_die = False
         obs, info = super().look()
         self.may_die = True
-        info["agent_mask"][:, 1] = ~np.isin(self.clock, [2, 3])
+        info["agent_mask"][:, 1] = ~np.isin(self.clock, self.dead)
         info["action_mask"][~info["agent_mask"]] = np.arange(4) == 0
         return obs, info
+
+
+class RevivedLast(Revived):
+    """Agent 1 is dead in the last two steps of the fourth environment, and comes back where its time limit is."""
+
+    dead = (3, 4)
 
 
 @pytest.fixture
@@ -185,6 +193,23 @@ def test_critics_remember_the_episode_at_its_time_limit_and_after_the_rollout(sc
             np.testing.assert_allclose(rollout.value[first:last, n], values[: last - first], rtol=1e-4, atol=1e-5)
             expected = living[first:last, n, None] + 0.9 * values[1:]
             np.testing.assert_allclose(return_[first:last, n], expected, rtol=1e-4, atol=1e-4)
+
+
+# proves recurrent-1
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_who_comes_back_where_a_time_limit_is_has_a_fresh_memory_there(script, monkeypatch):
+    """With lambda 0 its last return is r + gamma V(final), of a critic that remembers nothing."""
+    monkeypatch.setattr(script, "make", lambda env_id, num_envs, **options: RevivedLast(num_envs))
+    args = script.Args(**SMALL, gamma=0.9, gae_lambda=0.0, normalize_value=False)
+    envs, agent, ((rollout, batch),), _ = collected(script, args)
+    assert rollout.done[4, 3].all() and not rollout.agent_mask[4, 3, 1]
+    final_obs, final_state = (torch.from_numpy(x[3])[None] for x in envs.ends[0])
+    seen = [final_obs] if script is ippo_lstm else [final_state, final_obs, torch.ones(1, 3)]
+    with torch.no_grad():
+        fresh, _ = agent.value(*seen, torch.zeros(1, 3, agent.critic.memory_size))
+    return_ = batch.return_.view(20, 4, 3)[4, 3]
+    torch.testing.assert_close(return_[1], 5 + 0.9 * fresh[0, 1], atol=1e-4, rtol=1e-4)
+    assert (return_ - 5 - 0.9 * fresh[0]).abs()[[0, 2]].min() > 1e-3  # the others remember
 
 
 # proves mappo-8
