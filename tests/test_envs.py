@@ -62,6 +62,9 @@ PLAYS = [
 ]
 
 
+SEEN = ("state", "action_mask", "agent_mask")
+
+
 def random_legal(envs, mask: np.ndarray, rng) -> np.ndarray:
     action = rng.random(mask.shape).astype(np.float32) * mask
     return action if envs.continuous else action.argmax(axis=-1)
@@ -78,7 +81,10 @@ def play(env_id: str, num_envs: int, steps: int, seed: int = 3, policy=None, **o
         action = random_legal(envs, record[-1][-1]["action_mask"], rng)
         if policy:
             action = np.where(rng.random(action.shape) < 0.7, policy(record[-1][0 if len(record) == 1 else 1]), action)
+        seen = record[-1][0 if len(record) == 1 else 1], *(record[-1][-1][key] for key in SEEN)
+        copies = [x.copy() for x in seen]
         record.append((action, *envs.step(action)))
+        assert all(map(np.array_equal, seen, copies))  # a replay buffer keeps them when the step is done
     return envs, record
 
 
@@ -121,6 +127,7 @@ def test_contract(env_id, N, steps, options, random_starts):
         check_seen(obs, info["state"], info["action_mask"], everyone)
         was_alive, alive = alive, info["agent_mask"]
         assert not obs[~alive].any() and alive.any(-1).all()
+        assert envs.continuous or (info["action_mask"][~alive] == (np.arange(K) == 0)).all()
         done, returns, lengths = termination | truncation, returns + reward, lengths + 1
         final = ("final_obs", "final_state", "final_action_mask", "final_agent_mask")
         ended = (*final, "_final_obs", "episode", "_episode")
@@ -135,6 +142,9 @@ def test_contract(env_id, N, steps, options, random_starts):
                 assert not info[key][~done].any()
             assert not (info["final_agent_mask"] & ~was_alive).any()
             assert info["final_agent_mask"][truncation].any(-1).all()
+            dead = ~info["final_agent_mask"] & truncation[:, None]  # what comes next has a value, of the living alone
+            assert not info["final_obs"][dead].any()
+            assert envs.continuous or (info["final_action_mask"][dead] == (np.arange(K) == 0)).all()
             assert info["final_state"][done].any(-1).all()  # observations may be of the dead
             time_limits |= {*lengths[truncation].tolist()}
             assert (info["episode"]["t"] >= 0).all() and (info["episode"]["t"][done] > 0).all()

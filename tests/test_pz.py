@@ -602,6 +602,11 @@ def test_an_agent_that_dies_at_the_time_limit_is_not_among_the_living(toy):
         _, _, term, trunc, info = envs.step(info["action_mask"].argmax(-1))
     assert trunc.tolist() == [True] and term.tolist() == [False]
     assert info["final_agent_mask"].tolist() == [[False, True, True]] and info["agent_mask"].all()
+    # a critic that values what comes next sees it as in the rows after an earlier death
+    assert not info["final_obs"][0, 0].any() and info["final_obs"][0, 1].any()
+    assert info["final_state"].tolist() == [info["final_obs"].ravel().tolist()]
+    assert info["final_action_mask"][0, 0].tolist() == [True, False, False, False]
+    assert info["final_action_mask"][0, 1].tolist() == [True, True, False, False]
     envs.close()
 
 

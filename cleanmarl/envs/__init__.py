@@ -81,6 +81,8 @@ def check_memory(what: str, num_bytes: float) -> None:
 class MultiAgentVectorEnv(gym.vector.VectorEnv):
     """What every family implements: the interface in this module's docstring.
 
+    No later step writes into arrays that it has returned: scripts look at what was seen before a step when it is done.
+
     Subclasses set the attributes below, then `observation_space` and `action_space` follow from `_set_spaces`.
 
     What an algorithm must know of a task it reads from two of them; nobody has to find it out by playing:

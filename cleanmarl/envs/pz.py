@@ -394,8 +394,10 @@ class Block:
             self.battle_won[i] = env.battle_won
         if done:  # agent_mask still has those who lived until now: they have a last observation
             self.layout.check_last([agents[a] for a in np.flatnonzero(cut_off)], observations=obs)
-            self.write(i, self.final_obs, self.final_state, self.final_action_mask, obs, info)
             self.final_agent_mask[i] = alive & ~terminated
+            if self.truncation[i]:  # who dies in its last step is as dead to critics as who died before
+                self.agent_mask[i] = self.final_agent_mask[i]
+            self.write(i, self.final_obs, self.final_state, self.final_action_mask, obs, info)
             self.begin(i)
         else:
             self.agent_mask[i] = living
