@@ -123,6 +123,8 @@ class Agent(nn.Module):
         ids = AgentIds(A) if args.share_parameters else nn.Identity()
         # detail continuous-6, detail continuous-7: observations are normalised, then clipped
         self.obs_stats = RunningMeanStd(M, D) if args.normalize_obs else nn.Identity()
+        real_obs = torch.arange(D) < torch.as_tensor(envs.obs_sizes)[:, None]
+        self.register_buffer("real_obs", real_obs, persistent=False)  # (A, D), False for padding
         # detail continuous-4: separate networks, two layers with tanh
         self.actor = nn.Sequential(
             self.obs_stats,
@@ -416,7 +418,7 @@ def main(args: Args) -> Path:
             batch = estimate(agent, rollout, now[0], args)
             metrics = update(agent, optimizer, batch, args)
             if args.normalize_obs:  # only now: the update needs the statistics that the rollout acted with
-                agent.obs_stats.update(batch.obs, batch.alive[..., None])
+                agent.obs_stats.update(batch.obs, batch.alive[..., None] * agent.real_obs)
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)

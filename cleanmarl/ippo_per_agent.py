@@ -122,6 +122,8 @@ class Agent(nn.Module):
         # detail ippo-1: one network serves all agents, told apart by ids, or each has its own
         ids = AgentIds(A) if args.share_parameters else nn.Identity()
         self.obs_stats = RunningMeanStd(M, D) if args.normalize_obs else nn.Identity()
+        real_obs = torch.arange(D) < torch.as_tensor(envs.obs_sizes)[:, None]
+        self.register_buffer("real_obs", real_obs, persistent=False)  # (A, D), False for padding
         self.actor = nn.Sequential(
             self.obs_stats,
             ids,
@@ -430,7 +432,7 @@ def main(args: Args) -> Path:
                 metrics = update(agent, networks, optimizer, batch, args)
                 metrics["train/learning_rate"] = np.mean([group["lr"] for group in optimizer.param_groups])
             if args.normalize_obs:  # only now: the update needs the statistics that the rollout acted with
-                agent.obs_stats.update(batch.obs, batch.alive[..., None])
+                agent.obs_stats.update(batch.obs, batch.alive[..., None] * agent.real_obs)
             run.log(metrics)
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)

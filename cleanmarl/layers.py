@@ -117,16 +117,16 @@ class RunningMeanStd(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(num_networks, size))
         self.register_buffer("var", torch.ones(num_networks, size))
-        self.register_buffer("count", torch.zeros(num_networks, 1))
+        self.register_buffer("count", torch.zeros(num_networks, size))
 
     @torch.no_grad()
     def update(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        """Take in samples x (R, A, D); weight (R, A, 1) is 1 for those that count and 0 for those of dead agents."""
+        """Take in samples x (R, A, D); weight (R, A, 1) or (R, A, D) is 1 for what counts: the living, no padding."""
         if x.ndim != 3:
             raise ValueError(f"samples are (R, A, D), not {tuple(x.shape)}: of numbers (R,) give x[:, None, None]")
         weight = x.new_ones(*x.shape[:2], 1) if weight is None else weight
         axes = (0, 1) if len(self.mean) == 1 else (0,)
-        count = weight.sum(axes).view(-1, 1)  # (M, 1)
+        count = weight.expand_as(x).sum(axes).view_as(self.mean)
         mean = (x * weight).sum(axes).view_as(self.mean) / count.clamp(min=1)
         var = ((x - mean).square() * weight).sum(axes).view_as(self.mean) / count.clamp(min=1)
         total, delta = (self.count + count).clamp(min=1), mean - self.mean

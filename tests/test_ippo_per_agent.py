@@ -241,6 +241,18 @@ def test_statistics_are_saved_used_and_frozen_at_evaluation(tmp_path):
         torch.testing.assert_close(network(obs), network[1:](((obs - mean) / std).clamp(-10, 10)))
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_neither_the_dead_nor_padding_count_in_the_statistics_of_observations(shared, toy, tmp_path):
+    args = ippo_per_agent.Args(env_id=toy, **SMALL, share_parameters=shared, normalize_obs=True, runs_dir=str(tmp_path))
+    counted, update = [], ippo_per_agent.update
+    with pytest.MonkeyPatch.context() as patch:
+        spy = lambda agent, n, o, batch, args: (counted.append(batch.alive.sum(0)), update(agent, n, o, batch, args))[1]  # noqa: E731
+        patch.setattr(ippo_per_agent, "update", spy)
+        saved = load_checkpoint(ippo_per_agent.main(args))["modules"]["agent"]
+    expected = sum(counted)[:, None] * (torch.arange(3) < torch.tensor([2, 3, 1])[:, None])  # (A, D)
+    torch.testing.assert_close(saved["obs_stats.count"], expected.sum(0, keepdim=True) if shared else expected)
+
+
 def test_learning_rate_schedules():
     agent = ippo_per_agent.Agent(ippo_per_agent.make_envs(ippo_per_agent.Args(), 1), ippo_per_agent.Args())
     args = ippo_per_agent.Args(lr_schedule=("kl-adaptive", "constant", "kl-adaptive"), lr_kl_target=0.01)

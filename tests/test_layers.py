@@ -78,22 +78,27 @@ def test_ids_follow_what_an_agent_sees():
     torch.testing.assert_close(second, with_ids[0])
 
 
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([1, A]), st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
-def test_moments_are_those_of_all_samples_that_count(sizes, num_networks, seed):
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    st.sampled_from([1, A]),
+    st.sampled_from([1, D]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=100, deadline=None)
+def test_moments_are_those_of_all_samples_that_count(sizes, num_networks, width, seed):
+    """The dead do not, with weights (R, A, 1), nor does padding, with weights (R, A, D)."""
     rng = np.random.default_rng(seed)
-    stats, samples = RunningMeanStd(num_networks, D).double(), [[] for _ in range(num_networks)]
+    stats, samples = RunningMeanStd(num_networks, D).double(), {key: [] for key in np.ndindex(num_networks, D)}
     for size in sizes:
-        x, weight = rng.normal(3, 2, size=(size, A, D)), rng.random((size, A, 1)) < 0.7
+        x, weight = rng.normal(3, 2, size=(size, A, D)), rng.random((size, A, width)) < 0.7
         stats.update(torch.from_numpy(x), torch.from_numpy(weight).double())
-        for a in range(A):
-            samples[a % num_networks].append(x[weight[:, a, 0], a])
-    for m, parts in enumerate(samples):
-        rows = np.concatenate(parts)
-        mean, var = (rows.mean(0), rows.var(0)) if len(rows) else (np.zeros(D), np.ones(D))
-        np.testing.assert_allclose(stats.mean[m], mean, atol=1e-9)
-        np.testing.assert_allclose(stats.var[m], var, atol=1e-9)
-        assert stats.count[m] == len(rows)
+        for r, a, d in zip(*np.nonzero(np.broadcast_to(weight, x.shape))):
+            samples[a % num_networks, d].append(x[r, a, d])
+    for (m, d), values in samples.items():
+        mean, var = (np.mean(values), np.var(values)) if values else (0, 1)
+        np.testing.assert_allclose(stats.mean[m, d], mean, atol=1e-9)
+        np.testing.assert_allclose(stats.var[m, d], var, atol=1e-9)
+        assert stats.count[m, d] == len(values)
 
 
 def test_normalisation_is_undone_and_clipped():
