@@ -95,6 +95,11 @@ def not_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> list[
     return [p for p in learned if p.untyped_storage().data_ptr() not in held]
 
 
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of torch.optim.lr_scheduler has been made for it: it leaves the first learning rate in the groups."""
+    return any("initial_lr" in group for group in optimizer.param_groups)
+
+
 def not_finite(x: Any, name: str) -> str | None:
     """The name of the first part of nested dicts, lists and tensors with a number that is NaN or infinite, or None."""
     if isinstance(x, torch.Tensor) and x.is_floating_point():

@@ -35,6 +35,7 @@ from cleanmarl.checkpoint import (
     as_arrays,
     as_tensors,
     checkpoint_path,
+    has_scheduler,
     load_checkpoint,
     load_states,
     not_finite,
@@ -102,6 +103,10 @@ class Run:
             for p in not_held(module, modules) if isinstance(module, torch.optim.Optimizer) else ():
                 hint = "give Run its module, too: Run(args, __file__, agent=agent, predictor=predictor, ...)"
                 raise UsageError(f"{name} learns a parameter {tuple(p.shape)} that no checkpoint would hold; {hint}")
+            if isinstance(module, torch.optim.Optimizer) and has_scheduler(module):  # each --resume would begin it anew
+                is_kept = any(getattr(other, "optimizer", None) is module for other in modules.values())
+                message = f"a scheduler changes the learning rate of {name}, and no checkpoint would hold it"
+                check(is_kept, f"{message}; give Run it, too: Run(args, __file__, scheduler=scheduler, ...)")
         with ExitStack() as on_error:  # what could not begin leaves no new folder and no lock
             if args.resume is None:
                 self._make_folder(on_error)

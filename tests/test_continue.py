@@ -6,8 +6,11 @@ numbers, environments and all that was logged.
 
 import dataclasses
 import importlib
+import importlib.util
 import re
+import shutil
 import signal
+import sys
 from pathlib import Path
 
 import cleanmarl
@@ -207,6 +210,51 @@ def test_environments_that_are_made_later_start_new_episodes(tmp_path):
         stage = make("mpe/simple_spread_v3", 2, max_cycles=25)
         obs, _ = run.start(stage)
         np.testing.assert_array_equal(obs, stage.reset(seed=args.seed + 60)[0])
+
+
+# what docs/change.md says of each kind of script: what goes with the environments begins anew with them
+NEXT_STAGE = {
+    "ippo": "now = run.start(envs)",
+    "mappo_lstm": "now = run.start(envs, tuple(np.zeros_like(x) for x in now[2]))",
+    "vdn": "*now, buffer.playing = run.start(envs, [[] for _ in buffer.playing])",
+    "vdn_lstm": "*now, buffer.playing = run.start(envs, np.zeros_like(now[2]), [[] for _ in buffer.playing])",
+}
+
+
+@pytest.mark.parametrize("name", NEXT_STAGE)
+def test_a_curriculum_is_resumed_in_the_stage_of_its_step(name, toy, tmp_path, monkeypatch):
+    """Stopped at the very step of the next stage, too; no episode of the old environments goes on in the new ones."""
+    stage = "envs = make_envs(args, args.num_envs, **({} if run.step >= 90 else {'varied': True}))"
+    begin = rf"        envs.close()\n        {stage}\n\g<0>"
+    step = rf"            if run.step >= 90 > step:\n                {stage}\n                {NEXT_STAGE[name]}\n"
+    source = (FOLDER / f"{name}.py").read_text()
+    for place, edited in (
+        (r" {8}\*?now.* = run\.start\(envs.*\n", begin),
+        (r" {12}now = collect\(", r"            step = run.step\n\g<0>"),
+        (r" {12}run\.log\(", rf"{step}\g<0>"),
+    ):
+        source, count = re.subn(place, edited, source)
+        assert count == 1
+    path = tmp_path / f"my_{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    copy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, copy)
+    spec.loader.exec_module(copy)
+    fields = {field.name for field in dataclasses.fields(copy.Args)}
+    flags = {key: value for key, value in (SMALL | {"buffer_size": 100}).items() if key in fields}
+    args = copy.Args(**flags, env_id=toy, runs_dir=str(tmp_path / "runs"))
+    whole = copy.main(args)
+    for last in (60, 90, 130):
+        stop(monkeypatch, last, lambda: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(SystemExit):
+            copy.main(args)
+        (folder,) = set((tmp_path / "runs").iterdir()) - {whole}
+        copy.main(dataclasses.replace(args, resume=folder))
+        assert difference(state(whole), state(folder)) is None, last
+        shutil.rmtree(folder)
+    lengths = load_checkpoint(whole)["modules"].get("buffer", {}).get("lengths", torch.tensor([5, 6]))
+    assert {5, 6} <= {*lengths.tolist()} <= {5, 6, 7}
 
 
 def test_after_an_error_all_episodes_begin_anew(toy, tmp_path, monkeypatch):

@@ -162,6 +162,29 @@ def test_classes_and_functions_from_python(folder, monkeypatch, num_workers):
         make(Meeting, 1, discrete=False, num_workers=0)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_environment_says_by_an_attribute_whether_it_was_a_success(folder, monkeypatch, num_workers):
+    """As battles do; a team that has met is terminated."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "meeting", raising=False)
+    said = (folder / "meeting.py").read_text().replace("    metadata =", "    battle_won = False\n    metadata =")
+    said = said.replace(
+        "        met, late = apart == 0,", "        self.battle_won = apart == 0\n        met, late = self.battle_won,"
+    )
+    (folder / "meeting.py").write_text(said)
+    envs, rng, won = make("pz/meeting:Meeting?max_steps=6", 4, num_workers=num_workers), np.random.default_rng(1), []
+    envs.reset(seed=1)
+    for _ in range(60):
+        *_, termination, _, info = envs.step(rng.integers(3, size=(4, 2)))
+        if "_episode" in info:
+            ended = info["_episode"]
+            np.testing.assert_array_equal(info["episode"]["battle_won"][ended], termination[ended])
+            won += termination[ended].tolist()
+    envs.close()
+    assert {*won} == {True, False}
+
+
 def test_a_run_goes_on_with_new_episodes(folder, monkeypatch):
     """As docs/continue.md says: nobody asks an environment of the user's for a snapshot."""
     monkeypatch.chdir(folder)

@@ -26,7 +26,7 @@ from cleanmarl.cli import RunArgs, UsageError, launch
 from cleanmarl.envs import make
 from cleanmarl.evaluate import evaluate
 from cleanmarl.folder import new_folder
-from cleanmarl.run import NonFiniteError, Run, WriteError, load_checkpoint, write_checkpoint
+from cleanmarl.run import NonFiniteError, Run, WriteError, load_checkpoint, load_states, write_checkpoint
 
 import gymnasium as gym
 import numpy as np
@@ -265,6 +265,27 @@ def test_what_is_learned_and_not_kept_is_refused(tmp_path):
         pass
     with small_run(tmp_path, {"agent": agent, "optimizer": torch.optim.Adam([agent.weight.detach()[:, 1:]])}):
         pass  # a view, as Networks has them
+
+
+def test_a_scheduler_that_is_not_kept_is_refused(tmp_path):
+    """At each --resume it would begin anew from the learning rate that it had reached: a warm-up would go beyond."""
+    agent = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1.0)
+    modules = {"agent": agent, "optimizer": optimizer}
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    with pytest.raises(UsageError, match="a scheduler changes the learning rate of optimizer, and no checkpoint would"):
+        small_run(tmp_path, modules)
+    assert not list(tmp_path.iterdir())
+    with small_run(tmp_path, modules | {"scheduler": scheduler}) as run:
+        optimizer.step()
+        scheduler.step()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    load_states(load_checkpoint(run.folder), run.folder, optimizer=optimizer, scheduler=scheduler)
+    for _ in range(9):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1)
 
 
 def test_battles_that_were_won_are_counted(tmp_path):
