@@ -135,7 +135,7 @@ class Policy:
         self.agent = self.script.Agent(self.envs, dataclasses.replace(self.args, device="cpu"))
         load_states(state, path, agent=self.agent)
         self.agent.eval()  # dropout and batch norm, which an edited network may have
-        self.act = self.script.make_policy(self.agent, greedy)
+        self.act = self.script.make_policy(self.agent, greedy=greedy)
 
     def __call__(self, obs: np.ndarray, info: dict[str, Any], done: np.ndarray) -> np.ndarray:
         with torch.no_grad():  # or a memory would keep all that it was made of

@@ -215,6 +215,21 @@ class Plain(gym.Env):
 gym.register("Plain-v0", Plain)
 
 
+def test_a_copy_may_give_its_policy_another_argument(tmp_path):
+    """Whether it is greedy is said by name: in the place of an argument before it, it would be something else."""
+    source, count = re.subn(
+        r"(def make_policy\(agent: Agent), ", r"\1, scale: float = 1.0, ", Path(ppo.__file__).read_text()
+    )
+    assert count == 1
+    (tmp_path / "scaled_ppo.py").write_text(source)
+    command = [sys.executable, "scaled_ppo.py", "--total-timesteps", "512", "--eval-episodes", "0"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    (run,) = (tmp_path / "runs").iterdir()
+    for greedy in (True, False):  # of a policy that knows little yet
+        actions = cleanmarl.load(run, greedy=greedy)(np.zeros((200, 4), np.float32), {}, np.ones(200, bool))
+        assert len({*actions.tolist()}) == (1 if greedy else 2)
+
+
 @MOVIEPY
 def test_an_environment_without_pictures_trains_and_can_be_played(tmp_path, capsys):
     args = ppo.Args(env_id="Plain-v0", total_timesteps=512, eval_episodes=2, runs_dir=str(tmp_path), capture_video=True)
