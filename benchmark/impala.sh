@@ -42,8 +42,10 @@ game() {  # its id, folder of the runs, number of seeds, flags
 }
 game Pong-v5 impala_pong/less_entropy 2 --ent-coef 0.001 --bf16 on
 game Pong-v5 impala_pong/papers_entropy 1
+# the published first seed had 11 actors on 16 cores and a GPU (--num-actors 11 --device cuda --bf16 auto) for 7,767,040 steps, and went on without
+game Pong-v5 impala_pong/small_batches 2 --batch-size 4 --ent-coef 0.001 --bf16 on
 $PYTHON benchmark/report.py runs/impala_pong --out docs/results/impala_atari_envpool_pong \
-    --note "the shallow network, batches of 8 unrolls of 16 environments" --command benchmark/impala.sh
+    --note "the shallow network, batches of 8 and of 4 unrolls of 16 environments" --command benchmark/impala.sh
 game Breakout-v5 impala_breakout/papers_entropy 1 --bf16 on
 game Breakout-v5 impala_breakout/less_entropy 1 --ent-coef 0.001 --bf16 on
 $PYTHON benchmark/report.py runs/impala_breakout --out docs/results/impala_atari_envpool_breakout \

@@ -35,7 +35,7 @@ README = {
     "ppo_continuous_action_hopper": ("ppo_continuous_action", ""),
     "ppo_continuous_action_walker2d": ("ppo_continuous_action", ""),
     "ppo_continuous_action_halfcheetah": ("ppo_continuous_action", ""),
-    "impala_atari_envpool_pong": ("impala_atari_envpool", "--ent-coef 0.001"),
+    "impala_atari_envpool_pong": ("impala_atari_envpool", "--batch-size 8 --ent-coef 0.001"),
     "ppo_atari_envpool_breakout": ("ppo_atari_envpool", ""),
     "impala_atari_envpool_breakout": ("impala_atari_envpool", "--batch-size 8 --bf16 on"),
     "impala_atari_envpool_spaceinvaders": ("impala_atari_envpool", "--num-actors 0"),
