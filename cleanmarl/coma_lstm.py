@@ -257,7 +257,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             cut = np.flatnonzero(truncation & ~termination)
             if len(cut):  # a truncated episode is not a terminated one: it would have gone on from the final state
                 keys = "final_obs", "final_state", "final_action_mask", "final_agent_mask"
-                came_back = ~alive[cut] & info["final_agent_mask"][cut]  # detail recurrent-1: there, too
+                came_back = ~alive[cut] & info["final_agent_mask"][cut]  # detail recurrent-1: a fresh memory there, too
                 final = bootstrap(agent, *(info[key][cut] for key in keys), memory[cut] * ~came_back[..., None])
                 rollout.reward[t, cut] += args.gamma * final
         memory = memory * ~rollout.forget[t, ..., None]

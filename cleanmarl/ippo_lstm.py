@@ -253,7 +253,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             run.log_episodes(info)
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
-                came_back = ~alive[cut] & info["final_agent_mask"][cut]  # detail recurrent-1: there, too
+                came_back = ~alive[cut] & info["final_agent_mask"][cut]  # detail recurrent-1: a fresh memory there, too
                 seen = to_tensors(agent, info["final_obs"][cut], critic_memory[cut] * ~came_back[..., None])
                 final_value = agent.value(*seen)[0].cpu().numpy()
                 has_value = agent.team_reward | info["final_agent_mask"][cut]

@@ -264,7 +264,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
             cut = np.flatnonzero(truncation & ~termination)
             if args.time_limit_bootstrap and len(cut):
                 final = (info[key][cut] for key in ("final_state", "final_obs", "final_agent_mask"))
-                came_back = ~alive[cut] & info["final_agent_mask"][cut]  # detail recurrent-1: there, too
+                came_back = ~alive[cut] & info["final_agent_mask"][cut]  # detail recurrent-1: a fresh memory there, too
                 final_value, _ = agent.value(*to_tensors(agent, *final, critic_memory[cut] * ~came_back[..., None]))
                 rollout.reward[t, cut] += args.gamma * final_value.cpu().numpy()
         memory, critic_memory = (x * ~rollout.forget[t, ..., None] for x in (memory, critic_memory))
