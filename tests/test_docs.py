@@ -238,6 +238,13 @@ def test_flags_of_all_scripts_follow_those_of_the_script(tmp_path):
     assert "--device" in generate.flags_table(script) and "`--compile`, `--no-compile`" in generate.flags_table(script)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_all_that_is_made_of_its_script(page):
+    text = (DOCS / "algorithms" / f"{page}.md").read_text()
+    for part in ("idea", "flags", "details"):
+        assert f"```{{include}} ../_generated/{part}_{page}.md\n```" in text
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_links_between_files_lead_somewhere(site, name):
     """The links that a reader of the repository follows; an anchor in a page of the docs must be there once built."""
