@@ -111,16 +111,19 @@ plot lstm_tag --tag rollout/ep_reward_agent_0 \
 plot lstm_foraging \
     --note "32 environments, rollouts of 50 steps, discount 0.99"
 
-# continuous actions; multiwalker's episodes are long and end by a fall: a higher discount, rollouts of 200 steps
+# continuous actions, also without the entropy bonus; multiwalker's episodes are long and end by a fall: a higher discount, rollouts of 200 steps
 for script in ippo_continuous_action mappo_continuous_action; do
-    run $script 3 "mpe/simple_spread_v3?continuous_actions=True" runs/mappo_continuous_action_spread --total-timesteps 5000000
+    for bonus in 0.01 0; do
+        run $script 3 "mpe/simple_spread_v3?continuous_actions=True" runs/mappo_continuous_action_spread/$bonus --total-timesteps 5000000 \
+            --ent-coef $bonus
+    done
 done
 run mappo_continuous_action 3 pz/sisl/multiwalker_v9 runs/mappo_continuous_action_multiwalker --total-timesteps 400000 \
-    --num-envs 16 --num-steps 200 --gamma 0.99
+    --num-envs 16 --num-steps 200 --gamma 0.99 --ent-coef 0
 plot continuous_action_spread \
-    --note "the defaults of each script"
+    --note "the defaults of each script, and these without the entropy bonus"
 plot continuous_action_multiwalker \
-    --note "16 environments, rollouts of 200 steps, discount 0.99"
+    --note "16 environments, rollouts of 200 steps, discount 0.99, no entropy bonus"
 
 # SMAClite, if it is there (docs/environments.md): some hundred steps a second; the settings of CleanMARL's MAPPO
 if $PYTHON -c "import smaclite" 2>/dev/null; then

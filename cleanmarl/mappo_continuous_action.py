@@ -62,7 +62,7 @@ class Args(OnPolicyArgs):
     """largest change of the (normalised) value that its loss rewards; 0 for no clipping"""
     huber_delta: NonNegativeFloat = 10.0
     """error of the (normalised) value from which its loss grows linearly; 0 for the squared error"""
-    ent_coef: NonNegativeFloat = 0.0
+    ent_coef: NonNegativeFloat = 0.01
     """weight of the entropy bonus"""
     max_grad_norm: PositiveFloat = 10.0
     """largest norm of the gradient of a network"""
