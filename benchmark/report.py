@@ -470,7 +470,10 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
     plt.rcParams.update(
         {"svg.fonttype": "none", "svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
     )
-    picture, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False, layout="constrained")
+    # long labels are wrapped, and many lines of them make the picture higher: they would leave no room for the panel
+    lines = sum(len(textwrap.wrap(f"{name} (9 seeds)", 60, break_on_hyphens=False)) for name in curves)
+    size = 5 * columns, (3.6 + 0.3 * max(0, lines - 8)) * rows
+    picture, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     known = yardsticks()
     known = known[known.metric == figure["tag"].partition("/")[2]]
     for axis in axes.flat[panels:]:
@@ -481,14 +484,14 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
             if not curve.empty:
                 seeds = curve.seeds.iloc[0]
                 label = f"{name} ({seeds} seed{'s' if seeds > 1 else ''})"
-                label = textwrap.fill(label, 60, break_on_hyphens=False)  # a long one would leave no room for the panel
+                label = textwrap.fill(label, 60, break_on_hyphens=False)
                 marker = "o" if len(curve) == 1 else ""  # a line of one point cannot be seen
                 axis.plot(curve.step, curve["mean"], color=f"C{position}", label=label, marker=marker)
                 if seeds > 1:
                     axis.fill_between(curve.step, curve.low, curve.high, color=f"C{position}", alpha=0.25, linewidth=0)
-        lines, (low, high) = known[known.env_id == env_id].sort_values("score"), axis.get_ylim()
+        scale, (low, high) = known[known.env_id == env_id].sort_values("score"), axis.get_ylim()
         side = "right"
-        for x in lines.assign(near=lines.score.diff() < 0.06 * (high - low)).itertuples():
+        for x in scale.assign(near=scale.score.diff() < 0.06 * (high - low)).itertuples():
             axis.axhline(x.score, color="0.4", linestyle="--", linewidth=1)
             side = "left" if x.near and side == "right" else "right"  # not over the one below
             box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
