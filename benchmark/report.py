@@ -472,7 +472,7 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
     )
     # long labels are wrapped, and many lines of them make the picture higher: they would leave no room for the panel
     lines = sum(len(textwrap.wrap(f"{name} (9 seeds)", 60, break_on_hyphens=False)) for name in curves)
-    size = 5 * columns, (3.6 + 0.3 * max(0, lines - 8)) * rows
+    size = 5 * columns, (3.6 + 0.5 * max(0, lines - 8)) * rows
     picture, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     known = yardsticks()
     known = known[known.metric == figure["tag"].partition("/")[2]]

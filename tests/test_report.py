@@ -318,6 +318,20 @@ def test_a_long_name_leaves_the_panel_its_room(tmp_path):
     assert max(map(len, texts)) <= 60
 
 
+def test_many_long_names_do_not_cover_the_axis(tmp_path, monkeypatch):
+    pictures = []
+    monkeypatch.setattr(report, "save", lambda picture, out: pictures.append(picture))
+    for number in range(6):
+        flags = {"gamma": 0.9 + number / 100, "learning_rate": 0.125 + number, "num_minibatches": 3 + number}
+        points = {report.RETURN: [(1, 0.0), (2, 1.0)]}
+        write_run(tmp_path / f"runs/{number}", points, script="ppo", **flags)
+    report.main(report.Args([tmp_path / "runs"], out=tmp_path / "a"))
+    picture = pictures[0]
+    picture.canvas.draw()
+    axis = picture.axes[0]
+    assert not axis.get_legend().get_window_extent().overlaps(axis.xaxis.label.get_window_extent())
+
+
 def test_report_tells_settings_apart_and_refuses_one_seed_twice(tmp_path):
     for number, gamma in enumerate((0.9, 0.99, 0.99)):
         points = {report.RETURN: [(1, 0.0), (2, gamma)]}
