@@ -118,7 +118,7 @@ def as_tensors(x: Any) -> Any:
     if isinstance(x, dict):
         return {key: as_tensors(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
-        return type(x)(map(as_tensors, x))
+        return list(map(as_tensors, x)) if isinstance(x, list) else tuple(map(as_tensors, x))
     return torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
 
 
@@ -127,7 +127,7 @@ def as_arrays(x: Any) -> Any:
     if isinstance(x, dict):
         return {key: as_arrays(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
-        return type(x)(map(as_arrays, x))
+        return list(map(as_arrays, x)) if isinstance(x, list) else tuple(map(as_arrays, x))
     return x.numpy() if isinstance(x, torch.Tensor) else x
 
 

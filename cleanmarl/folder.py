@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from cleanmarl.cli import UsageError, check
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -42,6 +43,13 @@ def lock_folder(folder: Path) -> TextIO:
     except OSError:
         pass  # a file system without locks
     return file
+
+
+def as_json(x: Any) -> Any:
+    """What json.dumps asks for where it knows no form: a path is text, and what could not be read back is refused."""
+    message = f"args.json cannot hold {x!r}: a flag is a number, text, a path, or a tuple"
+    check(isinstance(x, Path | np.generic), message)
+    return str(x) if isinstance(x, Path) else x.item()
 
 
 def copy_file(path: Path, name: Path) -> None:

@@ -261,6 +261,7 @@ class Batch(NamedTuple):
     advantage: torch.Tensor  # (R, A)
     return_: torch.Tensor  # (R, A) normalised if the values are
     value: torch.Tensor  # (R, A) likewise
+    predicted: torch.Tensor  # (R, A) the same value as the critic put it, in the unit of before this rollout
 
 
 @torch.no_grad()
@@ -276,10 +277,13 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     advantage = gae(rollout.reward, values, next_value, rollout.done, np.array(args.gamma), np.array(args.gae_lambda))
     advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
     return_ = advantage + value
-    if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
+    predicted = value
+    if agent.value_stats is not None:  # the critic learns normalised returns
+        predicted = agent.value_stats.normalize(value[..., None]).squeeze(-1)
         agent.value_stats.update(return_[..., None], earns[..., None])
         return_, value = (agent.value_stats.normalize(x[..., None]).squeeze(-1) for x in (return_, value))
-    return Batch(rows.obs, rows.action_mask, alive, earns, rows.action, rows.log_prob, advantage, return_, value)
+    acted = rows.action, rows.log_prob
+    return Batch(rows.obs, rows.action_mask, alive, earns, *acted, advantage, return_, value, predicted)
 
 
 @compilable
@@ -305,7 +309,7 @@ def ippo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dic
     new_value = agent.normalized_value(batch.obs)
     if any(args.value_clip_coef):  # as in skrl: the value itself is clipped
         limit = value_clip_coef.masked_fill(value_clip_coef == 0, float("inf"))
-        new_value = batch.value + torch.clamp(new_value - batch.value, -limit, limit)
+        new_value = batch.predicted + torch.clamp(new_value - batch.predicted, -limit, limit)
     value_loss = agent.mean((new_value - batch.return_).square(), batch.earns)
 
     loss = (policy_loss - ent_coef * entropy + vf_coef * value_loss).sum()

@@ -264,7 +264,7 @@ class Recurrent(nn.Sequential):
 
     def __init__(self, *layers):
         super().__init__(*layers)
-        if others := [layer for layer in self if isinstance(layer, nn.RNNBase | nn.RNNCellBase)]:
+        if others := [layer for layer in self.modules() if isinstance(layer, nn.RNNBase | nn.RNNCellBase)]:
             raise TypeError(f"Recurrent carries no memory of {others[0]}: StackedGRU or StackedLSTM(1, in, out)")
 
     @property
@@ -291,6 +291,14 @@ class Recurrent(nn.Sequential):
         return x, memories[0] if len(memories) == 1 else torch.cat(memories, -1)
 
 
+def of_each_network(layer: nn.Module) -> list[nn.Parameter]:
+    """The parameters (M, ...) of a stacked layer, of which each of its M networks has its own; none of other layers."""
+    if (M := getattr(layer, "num_networks", 1)) == 1:
+        return []
+    own = (p for name, p in layer.named_parameters() if "." not in name or name.startswith("parametrizations."))
+    return [p for p in own if p.shape[:1] == (M,)]
+
+
 def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
     """Clip the gradient of every child of `agent` by its own norm; of a stack, that of each of its M networks.
 
@@ -302,14 +310,11 @@ def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
     """
     norms = {}
     for name, modules in [*((name, [*child.modules()]) for name, child in agent.named_children()), ("", [agent])]:
-        of_stacks: dict[nn.Parameter, torch.Tensor] = {}  # a parameter's gradient, once if modules share it
-        of_all: dict[nn.Parameter, torch.Tensor] = {}
-        for module in modules:
-            M = getattr(module, "num_networks", 1)
-            for p in module.parameters(recurse=False):
-                if p.grad is not None:
-                    (of_stacks if M > 1 and p.shape[:1] == (M,) else of_all)[p] = p.grad
-        by_network, shared = list(of_stacks.values()), [g for p, g in of_all.items() if p not in of_stacks]
+        stacks = {p for module in modules for p in of_each_network(module)}
+        # once, if modules share a parameter
+        parameters = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
+        by_network = [p.grad for p in parameters if p in stacks and p.grad is not None]
+        shared = [p.grad for p in parameters if p not in stacks and p.grad is not None]
         groups = []
         if shared:
             norm = torch.cat([gradient.flatten() for gradient in shared]).norm()
@@ -326,7 +331,7 @@ def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
             groups.append(norm)
         if groups:
             norms[name] = torch.cat(groups).mean()
-        elif not any(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
+        elif not any(p.requires_grad for p in parameters):
             norms[name] = torch.zeros(())
     return norms
 
@@ -345,8 +350,7 @@ class Networks:
     """
 
     def __init__(self, module: nn.Module, num_networks: int):
-        layers = [layer for layer in module.modules() if getattr(layer, "num_networks", 1) > 1]
-        self.stacked = [p for layer in layers for p in layer.parameters(recurse=False)]
+        self.stacked = [p for layer in module.modules() for p in of_each_network(layer)]
         of_stacks = set(self.stacked)
         self.shared = [p for p in module.parameters() if p not in of_stacks]
         self.views = [[p.detach().chunk(num_networks)[m] for p in self.stacked] for m in range(num_networks)]
@@ -448,8 +452,7 @@ def numpy_ids(layer: AgentIds):
 
 
 def numpy_normalize(layer: RunningMeanStd):
-    mean, std = to_numpy(layer.mean), to_numpy(layer.std)
-    return lambda x: ((x - mean) / std).clip(-10, 10)
+    return lambda x: ((x - to_numpy(layer.mean)) / to_numpy(layer.std)).clip(-10, 10)  # as they are at that moment
 
 
 def numpy_recurrent(network: Recurrent):

@@ -49,7 +49,7 @@ from cleanmarl.cli import RunError, UsageError, check, flag, import_optional, lo
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError, check_memory
 from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
 from cleanmarl.finite import find_bad, find_bad_episode
-from cleanmarl.folder import EventFile, as_table, copy_file, git_commit, lock_folder, new_folder, version
+from cleanmarl.folder import EventFile, as_json, as_table, copy_file, git_commit, lock_folder, new_folder, version
 from cleanmarl.machine import too_large
 
 import numpy as np
@@ -142,7 +142,7 @@ class Run:
             "script": self.script,
             "path": str(self.source),
             "folder": str(Path.cwd()),
-            "args": dataclasses.asdict(args),
+            "args": vars(args),
             "command": sys.argv,
             "versions": {"python": sys.version.split()[0]} | {package: version(package) for package in packages},
             "git_commit": git_commit(),
@@ -182,7 +182,7 @@ class Run:
                     self.best = max(self.best, load_checkpoint(self.folder / "best.pt")["best"])
                 copy_file(path, self.folder / "checkpoint.pt")
                 self._drop_checkpoints()
-            meta = read_run(self.folder) | {"args": dataclasses.asdict(self.args) | {"resume": None}}
+            meta = read_run(self.folder) | {"args": vars(self.args) | {"resume": None}}
             self._write_json("args.json", meta)
             self._keep_script()
             (self.folder / "done.json").unlink(missing_ok=True)
@@ -193,13 +193,14 @@ class Run:
         """A copy of the script as it is now: `enjoy` plays with it, and the run can be had again."""
         copy, text = self.folder / f"{self.script}.py", self.source.read_bytes()  # whatever the locale's encoding is
         if copy.exists() and copy.read_bytes() != text:
-            tell(f"{self.script}.py has changed since the run began; it goes on as it is now")
+            change = f"{self.script}.py has changed since the run began"
+            tell(f"{change}; it goes on as it is now, with the optimizer's settings of the checkpoint")
         if copy != self.source:
             copy.write_bytes(text)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         temporary = self.folder / f"{name}.tmp"
-        temporary.write_text(json.dumps(content, indent=2, default=str))
+        temporary.write_text(json.dumps(content, indent=2, default=as_json))
         temporary.replace(self.folder / name)
 
     def __enter__(self) -> "Run":

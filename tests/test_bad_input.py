@@ -4,15 +4,18 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import typing
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cleanmarl import ippo, ppo, vdn
-from cleanmarl.cli import flag, launch, limits
+from cleanmarl.cli import UsageError, flag, launch, limits
 from cleanmarl.run import Run, load_checkpoint
 
 import gymnasium as gym
@@ -606,6 +609,29 @@ def test_resume_of_damaged_folders(runs, tmp_path, refused):
     assert "checkpoint.pt is damaged" in refused("ppo", "--resume", folder)
     (folder / "args.json").write_text(json.dumps(meta | {"args": meta["args"] | {"flag_of_old": 1}}))
     assert "is a run of another version of ppo.py" in refused("ppo", "--resume", folder)
+
+
+class Kind(Enum):
+    RELU = 1
+
+
+@dataclass
+class Layers:
+    width: int = 64
+
+
+@pytest.mark.parametrize("value", [Kind.RELU, Layers(), {1, 2}])
+def test_a_flag_that_could_not_be_read_back(value, tmp_path):
+    """Text instead of a Kind would load, and be another network."""
+
+    @dataclass
+    class Args(ppo.Args):
+        added: Any = None
+
+    runs_dir = tmp_path / "runs"
+    with pytest.raises(UsageError, match=f"args.json cannot hold {re.escape(repr(value))}: a flag is a number, text"):
+        ppo.main(Args(added=value, runs_dir=str(runs_dir), total_timesteps=1000))
+    assert not any(runs_dir.iterdir())
 
 
 def test_a_flag_that_the_run_was_begun_without(runs, tmp_path, refused):

@@ -24,7 +24,9 @@ from cleanmarl.cli import (
     parse,
     set_up,
 )
+from cleanmarl.folder import as_json
 
+import numpy as np
 import pytest
 import torch
 from annotated_types import Ge, Gt, Interval, Le, Lt
@@ -125,10 +127,11 @@ def test_arguments_come_back_as_they_were(tmp_path):
         name="d",
     )
     for wanted in (args, CopyArgs()):
-        meta = {"script": "copy", "args": dataclasses.asdict(wanted)}
-        (tmp_path / "args.json").write_text(json.dumps(meta, default=str))
+        meta = {"script": "copy", "args": vars(wanted)}
+        (tmp_path / "args.json").write_text(json.dumps(meta, default=as_json))
         read = load_args(CopyArgs, tmp_path, "copy")
         assert read == wanted and type(read.sizes) is list
+    assert json.dumps({"seed": np.int64(3), "gamma": np.float32(0.5)}, default=as_json) == '{"seed": 3, "gamma": 0.5}'
 
 
 @pytest.mark.parametrize("script", scripts())

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import cleanmarl
 from cleanmarl import enjoy, ippo, ppo
@@ -196,6 +197,22 @@ def test_environments_without_a_state_start_new_episodes(tmp_path):
     with Run(dataclasses.replace(args, resume=run.folder, total_timesteps=200), ppo.__file__) as run:
         assert run.start(envs, begin)[2] is begin
     assert envs.seeds == [7, None, 37]
+
+
+def test_a_named_tuple_is_carried_as_a_tuple(tmp_path):
+    class Memory(NamedTuple):
+        h: np.ndarray
+        step: int
+
+    args = ippo.Args(runs_dir=str(tmp_path), total_timesteps=100, eval_episodes=0)
+    memory = Memory(np.arange(3.0), 4)
+    with Run(args, ippo.__file__) as run:
+        run.start(make("mpe/simple_spread_v3", 2, max_cycles=10), memory)
+        run.carried, run.step = (memory,), 30
+    with Run(dataclasses.replace(args, resume=run.folder, total_timesteps=200), ippo.__file__) as run:
+        *_, (h, step) = run.start(make("mpe/simple_spread_v3", 2, max_cycles=10), Memory(np.zeros(3), 0))
+        np.testing.assert_array_equal(h, memory.h)
+        assert step == 4
 
 
 def test_environments_that_are_made_later_start_new_episodes(tmp_path):

@@ -128,7 +128,7 @@ def test_stacked_agents_learn_like_agents_trained_alone(env_id, toy):
                 surrogate = torch.min(advantage * log_ratio.exp(), advantage * log_ratio.exp().clip(1 - eps, 1 + eps))
                 value = critic(mb.obs)[keep, 0]
                 if value_eps:
-                    value = mb.value[keep] + (value - mb.value[keep]).clip(-value_eps, value_eps)
+                    value = mb.predicted[keep] + (value - mb.predicted[keep]).clip(-value_eps, value_eps)
                 loss = -surrogate.mean() + args.vf_coef[i] * (value - mb.return_[keep]).square().mean()
                 probs = policy.probs
                 entropy = -torch.where(probs > 0, probs * probs.clamp(min=1e-30).log(), 0.0).sum(-1).mean()
@@ -141,6 +141,20 @@ def test_stacked_agents_learn_like_agents_trained_alone(env_id, toy):
             for mine, theirs in zip(alone(stacked, i).parameters(), network.parameters()):
                 torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)
     assert stopped_early, "the KL threshold was to be met in this test"
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_clip_of_values_is_around_what_the_critic_says(normalize):
+    """Around that value in the unit of the newest returns, nothing would learn while this unit changes."""
+    args = ippo_per_agent.Args(**SMALL, value_clip_coef=(0.2,), normalize_value=normalize)
+    agent, _, batch = collected(args, scale=10)
+    torch.testing.assert_close(batch.predicted, agent.normalized_value(batch.obs), atol=1e-5, rtol=1e-5)
+    assert ((batch.predicted - batch.value).abs() > 0.2).all() == normalize
+    clipped, _ = ippo_per_agent.ippo_loss(agent, batch, args)
+    free, _ = ippo_per_agent.ippo_loss(agent, batch, ippo_per_agent.Args(**vars(args) | {"value_clip_coef": (0.0,)}))
+    parameters = list(agent.critic.parameters())
+    for one, other in zip(torch.autograd.grad(clipped, parameters), torch.autograd.grad(free, parameters)):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -22,6 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 
 A, D, H, K = 3, 5, 8, 4
@@ -351,6 +352,8 @@ def test_remembering_in_numpy_is_remembering_in_torch(cells, other):
 def test_recurrent_names_the_layer_that_it_cannot_carry():
     with pytest.raises(TypeError, match=r"no memory of GRU\(4, 4\): StackedGRU or StackedLSTM\(1, in, out\)"):
         Recurrent(nn.Linear(3, 4), nn.GRU(4, 4))
+    with pytest.raises(TypeError, match=r"no memory of GRUCell\(4, 4\)"):  # wherever it is
+        Recurrent(nn.Linear(3, 4), nn.Sequential(nn.GRUCell(4, 4)))
     assert len(Recurrent(nn.Linear(3, 4), StackedLSTM(1, 4, 4))[:-1]) == 1  # a part of one is one
 
 
@@ -392,6 +395,35 @@ def test_networks_step_alone_with_zero_grad_of_module_or_optimizer():
     for stack in stacks:
         for m, linear in enumerate(alone):
             torch.testing.assert_close(stack[0].weight[m].T, linear.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_parametrized_stacks_are_stepped_and_clipped_one_by_one():
+    """Their parameters are those of a child module, which does not say of how many networks they are."""
+    torch.manual_seed(0)
+    agent = nn.ModuleDict({"actor": nn.Sequential(weight_norm(StackedLinear(A, D, H)), StackedLinear(A, H, 1))})
+    agent["actor"][0].register_parameter("gain", nn.Parameter(torch.ones(2 * A)))  # all of them share it
+    networks = Networks(agent, A)
+    optimizer = torch.optim.SGD([{"params": networks[m]} for m in range(A)], lr=0.1)
+    x = torch.randn(9, A, D) * torch.tensor([1.0, 30.0, 300.0])[:, None]
+    agent["actor"](x).sum().backward()
+    clip_grads_(agent, 2.0)
+    stacked = {name: p for name, p in agent.named_parameters() if "gain" not in name}
+    assert sum("parametrizations" in name for name in stacked) == 2
+    squares = torch.stack([p.grad.flatten(1).square().sum(1) for p in stacked.values()]).sum(0)
+    torch.testing.assert_close(squares.sqrt()[1:], torch.full((A - 1,), 2.0))
+    before = {name: p.detach().clone() for name, p in stacked.items()}
+    networks.take_gradients(active=[1])
+    optimizer.step()
+    for name, p in stacked.items():
+        moved = (p - before[name]).flatten(1).abs().sum(1) > 0
+        assert moved.tolist() == [m == 1 for m in range(A)]
+
+
+def test_statistics_that_go_on_act_as_they_are():
+    network = nn.Sequential(RunningMeanStd(1, D))
+    act, x = as_numpy(network), torch.randn(9, A, D) * 3 + 1
+    network[0].update(x)
+    np.testing.assert_allclose(act(x.numpy()), network(x), atol=1e-5)
 
 
 def test_statistics_of_samples_of_another_shape_are_refused():
