@@ -608,4 +608,7 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except OSError as error:  # a folder that cannot be written
+        sys.exit(f"report: {error}")

@@ -327,4 +327,7 @@ def main(args: Args, flags: list[str]) -> int:
 if __name__ == "__main__":
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
-    sys.exit(main(tyro.cli(Args, description=__doc__, args=argv[:cut]), argv[cut + 1 :]))
+    try:
+        sys.exit(main(tyro.cli(Args, description=__doc__, args=argv[:cut]), argv[cut + 1 :]))
+    except OSError as error:  # a folder that cannot be written
+        sys.exit(f"tune: {error}")

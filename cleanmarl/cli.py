@@ -362,7 +362,14 @@ def show_help(args_class: Any) -> None:
         boxes.append((name, box, dataclasses.field(default_factory=box)))
     grouped = dataclasses.make_dataclass("Args", boxes)
     first_line = (sys.modules[args_class.__module__].__doc__ or "").partition("\n")[0]
-    tyro.cli(grouped, args=["--help"], description=first_line, config=[tyro.conf.OmitArgPrefixes])
+    try:
+        try:
+            tyro.cli(grouped, args=["--help"], description=first_line, config=[tyro.conf.OmitArgPrefixes])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def parse(args_class: type, argv: list[str], script: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from cleanmarl.checkpoint import same_random_state
 from cleanmarl.cli import RunError, UsageError, check, import_optional
 from cleanmarl.envs import draw
+from cleanmarl.finite import NonFiniteError, find_bad
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def evaluate(
     more often. With several agents ep_reward is the team's sum, ep_reward_agent_i the return of agent i. Training's
     random numbers are left alone. `frames`, a list or a Window, receives the pictures (H, W, 3) of environment 0, and
     at the end of an episode half a second of the last one with the return; `report` is told at each step how many
-    episodes have been played. Raises FilmError if there are no pictures.
+    episodes have been played. Raises FilmError if there are no pictures, and NonFiniteError.
     """
     num_envs = envs.num_envs
     share = np.full(num_envs, num_episodes // num_envs)
@@ -43,12 +44,15 @@ def evaluate(
         if seed is not None:
             torch.manual_seed(seed)
         obs, info = envs.reset(seed=seed)
-        done = np.ones(num_envs, bool)
+        done, reward, step = np.ones(num_envs, bool), np.zeros(num_envs), 0
         while share.any():
+            if bad := find_bad(obs[None], np.asarray(reward)[None]):  # or actions would be of no policy
+                raise NonFiniteError(f"{bad[0]} in environment {bad[1]} at step {step} of the evaluation")
             if frames is not None:
                 frame = picture(envs)
                 frames.append(frame)
-            obs, _, termination, truncation, info = envs.step(policy(obs, info, done))
+            obs, reward, termination, truncation, info = envs.step(policy(obs, info, done))
+            step += 1
             done = termination | truncation
             for i in np.flatnonzero(info.get("_episode", False) & (share > 0)):  # a lost life is done, but no episode
                 share[i] -= 1
@@ -62,6 +66,8 @@ def evaluate(
             if report is not None:
                 report(len(returns))
     by_agent = np.array(returns, np.float64).reshape(num_episodes, -1)  # (episodes, agents)
+    if not np.isfinite(by_agent).all():
+        raise NonFiniteError("a return of the evaluation is NaN or infinite")
     metrics = {"eval/ep_reward": by_agent.sum(1).mean(), "eval/std_ep_reward": by_agent.sum(1).std()}
     metrics["eval/ep_length"] = np.mean(lengths)
     if battles_won:

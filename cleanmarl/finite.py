@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from cleanmarl.cli import RunError
+
 import numpy as np
+
+
+class NonFiniteError(RunError):
+    """A number of an environment, a loss or a checkpoint is NaN or infinite: the run stops, its checkpoint stays."""
 
 
 def is_finite(x: np.ndarray) -> bool:

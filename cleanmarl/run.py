@@ -48,7 +48,7 @@ from cleanmarl.checkpoint import (
 from cleanmarl.cli import RunError, UsageError, check, flag, import_optional, load_args, read_run, run_folder, tell
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError, check_memory
 from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
-from cleanmarl.finite import find_bad, find_bad_episode
+from cleanmarl.finite import NonFiniteError, find_bad, find_bad_episode
 from cleanmarl.folder import EventFile, as_json, as_table, copy_file, git_commit, lock_folder, new_folder, version
 from cleanmarl.machine import too_large
 
@@ -62,10 +62,6 @@ EVAL_SEED = 2**30  # added to the seed: training adds the step, so that evaluati
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
 # of a Run, in a checkpoint
 NUMBERS = ("step", "num_episodes", "last_point", "last_step", "last_evaluation", "last_film", "best")
-
-
-class NonFiniteError(RunError):
-    """A loss or a number of a checkpoint is NaN or infinite: the run stops, its last checkpoint stays as it was."""
 
 
 class WriteError(RunError):

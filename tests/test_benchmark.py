@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from cleanmarl import ppo
+
 import numpy as np
 import pytest
 import tyro
@@ -618,3 +620,19 @@ def test_hand_written_listener_knows_the_physics():
         np.testing.assert_allclose(obs[:, 1, :2], velocity, atol=1e-6)
         way, way_before = obs[:, 1, 2:4], before[:, 1, 2:4]
         np.testing.assert_allclose(way, way_before - before[:, 1, :2] * hand_written.DT, atol=1e-6)
+
+
+@pytest.mark.parametrize("tool", ["run", "tune", "report"])
+def test_a_folder_that_cannot_be_written_is_one_line(tool, tmp_path):
+    if tool != "run":
+        need("pandas")
+        need("optuna" if tool == "tune" else "matplotlib")
+    flags = ["--command", f"{sys.executable} {BENCHMARK.parent / 'cleanmarl/ppo.py'}", "--env-ids", "CartPole-v1"]
+    flags += ["--params", "learning_rate=1e-4..1e-2"] if tool == "tune" else []
+    flags += ["--runs-dir", "/proc/nowhere"]
+    if tool == "report":
+        ppo.main(ppo.Args(total_timesteps=1000, runs_dir=str(tmp_path), eval_episodes=1))
+        flags = [tmp_path, "--out", "/proc/nowhere/x"]
+    done = cli(f"{tool}.py", *flags, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(f"{tool}: [Errno 2] No such file or directory: '/proc/")
+    assert done.stderr.count("\n") == 1

@@ -5,6 +5,8 @@ import importlib
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -132,6 +134,12 @@ def test_arguments_come_back_as_they_were(tmp_path):
         read = load_args(CopyArgs, tmp_path, "copy")
         assert read == wanted and type(read.sizes) is list
     assert json.dumps({"seed": np.int64(3), "gamma": np.float32(0.5)}, default=as_json) == '{"seed": 3, "gamma": 0.5}'
+
+
+def test_help_may_be_cut_off():
+    command = f"{sys.executable} -m cleanmarl.ppo --help | head -2"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100)
+    assert "usage" in done.stdout and done.stderr == ""
 
 
 @pytest.mark.parametrize("script", scripts())

@@ -232,6 +232,18 @@ def test_a_first_observation_that_is_none_is_found_in_the_first_rollout(script, 
 
 
 @pytest.mark.parametrize("what", ["reward", "obs"])
+def test_a_number_that_is_none_ends_an_evaluation(what, tmp_path, monkeypatch):
+    """Of actions for an observation that is NaN there would be a return, of no policy."""
+    monkeypatch.setattr(Sick, "number", 0)
+    flags = {"num_envs": 2, "env_id": f"Sick-{what}-v0", "eval_episodes": 40, "runs_dir": str(tmp_path)}
+    line = f"the {WORDS[what]} is nan in environment 1 at step 155 of the evaluation"
+    with pytest.raises(NonFiniteError, match=line):
+        ppo.main(ppo.Args(total_timesteps=256, **ROLLOUTS, **flags))
+    (folder,) = tmp_path.iterdir()
+    assert load_checkpoint(folder)["step"] == 256 and not (folder / "done.json").exists()
+
+
+@pytest.mark.parametrize("what", ["reward", "obs"])
 @pytest.mark.parametrize(
     "script, kind, sizes",
     [

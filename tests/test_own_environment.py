@@ -55,9 +55,63 @@ def test_an_observation_unlike_its_space_is_one_line(vectors):
         make_gymnasium(Unlike, 2, vectors=vectors).reset(seed=1)
 
 
+class WithoutOptions(Corridor):
+    def reset(self, seed=None):
+        return super().reset(seed=seed)
+
+
+class OnlySees(Corridor):
+    def reset(self, seed=None, options=None):
+        return super().reset(seed=seed, options=options)[0]
+
+
+class OldStep(Corridor):
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated or truncated, info
+
+
+class Grows(Corridor):
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return np.append(obs, obs), *rest
+
+
+class Fails(Corridor):
+    def __init__(self, kind):
+        raise kind("no map\nin this folder")
+
+
 def test_an_environment_of_the_old_gym_is_one_line():
-    with pytest.raises(EnvError, match=r"OfOldGym: its reset takes no seed, as in the old Gym; Gymnasium's is reset\("):
-        make_gymnasium(OfOldGym, 2)
+    for cls, name in ((OfOldGym, "seed"), (WithoutOptions, "options")):
+        line = rf"{cls.__name__}: its reset takes no {name}, as in the old Gym; Gymnasium's is reset\("
+        with pytest.raises(EnvError, match=line):
+            make_gymnasium(cls, 2)
+    with pytest.raises(EnvError, match=r"OnlySees: reset\(\) must return \(observation, info\)"):
+        make_gymnasium(OnlySees, 2, vectors=True).reset(seed=1)
+
+
+def test_a_step_that_is_not_gymnasiums_is_one_line():
+    for cls, line in (
+        (OldStep, r"OldStep: step\(\) must return \(observation, reward, terminated, truncated, info\)"),
+        (Grows, r"Grows: step\(\) gave an observation \(4,\), and its observation_space has \(2,\)"),
+    ):
+        envs = make_gymnasium(cls, 2)
+        envs.reset(seed=1)
+        with pytest.raises(EnvError, match=line):
+            envs.step(np.zeros(2, np.int64))
+
+
+@pytest.mark.parametrize("kind", [ValueError, ImportError, gym.error.Error])
+def test_a_constructor_that_fails_says_why(kind):
+    """And is not taken for an environment that does not exist."""
+    gym.register("Fails-v0", Fails)
+    try:
+        for which in (Fails, "Fails-v0"):
+            with pytest.raises(EnvError, match=rf"Fails.* cannot be built: {kind.__name__}: no map$"):
+                make_gymnasium(which, 2, kind=kind)
+    finally:
+        del gym.registry["Fails-v0"]
 
 
 @pytest.fixture

@@ -946,14 +946,55 @@ def test_a_picture_of_another_shape_is_an_error(shape):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_who_plays_sees_something_at_first(num_workers):
+def test_who_plays_sees_and_earns_something(num_workers):
+    """One that is left out, but is one of env.agents, would see zeros and earn nothing."""
     line = "Scouts: reset() returns no observation of 'medic', which is one of its agents"
     assert mistake_of({"reset": [(0, "medic", None)]}, num_workers) == line
-    silent = {"reset": [(1, "medic", None)], "step": [(i, "medic", None) for i in range(5)]}  # as of a dead agent
+    line = "Scouts: step() returns no observations of 'medic', which plays on"
+    assert mistake_of({"step": [(0, "medic", None)]}, num_workers) == line
+    line = "Scouts: step() returns no rewards of 'medic', which acted"
+    assert mistake_of({"step": [(1, "medic", None)]}, num_workers) == line
+    silent = {"reset": [(1, "medic", None)], "step": [(i, "medic", None) for i in (2, 3, 4)]}  # ends nothing
     with closing(make(Scouts, 2, num_workers=num_workers, mistakes=silent)) as envs:
         envs.reset(seed=1)
         obs, reward, *_ = envs.step(np.zeros((2, 2), np.int64))
-    assert obs.sum(-1).tolist() == [[5, 0]] * 2 and reward.tolist() == [[1, 0]] * 2
+    assert obs.sum(-1).tolist() == [[5, 5]] * 2 and reward.tolist() == [[1, 1]] * 2
+
+
+class Nobody(Scouts):
+    def reset(self, seed=None, options=None):
+        returned = super().reset(seed, options)
+        self.agents = []
+        return returned
+
+
+class NoneAtAll(Scouts):
+    def __init__(self, mistakes):
+        super().__init__(mistakes)
+        self.possible_agents = []
+
+
+class TextState(Scouts):
+    def state(self):
+        return {"hp": 3}
+
+
+class TakesTurns(Scouts):
+    def agent_iter(self):
+        return iter(self.agents)
+
+
+def test_what_nobody_could_play_is_one_line():
+    for cls, line in (
+        (Nobody, r"Nobody: nobody plays after reset\(\): its agents are empty"),
+        (NoneAtAll, r"NoneAtAll has no possible_agents"),
+        (TakesTurns, r"TakesTurns is an AECEnv, whose agents take turns, .* return pettingzoo.*aec_to_parallel\(env\)"),
+    ):
+        with pytest.raises(EnvError, match=line):
+            make(cls, 1, num_workers=0, mistakes={})
+    with closing(make(TextState, 1, num_workers=0, mistakes={})) as envs:  # as without a state()
+        obs, info = envs.reset(seed=1)
+        np.testing.assert_array_equal(info["state"], obs.reshape(1, -1))
 
 
 class Leaving(Scouts):
@@ -972,11 +1013,11 @@ class Leaving(Scouts):
 @pytest.mark.parametrize(
     "mistake, what",
     [
-        ((1, "scout"), "rewards of 'scout'"),
-        ((1, "medic"), "rewards of 'medic'"),
-        ((2, "medic"), "terminations of 'medic'"),
-        ((3, "medic"), "truncations of 'medic'"),
-        ((0, "medic"), "observations of 'medic'"),
+        ((1, "scout"), "rewards of 'scout', which acted"),
+        ((1, "medic"), "rewards of 'medic', which acted"),
+        ((2, "medic"), "terminations of 'medic', whose last step it was"),
+        ((3, "medic"), "truncations of 'medic', whose last step it was"),
+        ((0, "medic"), "observations of 'medic', which plays on"),
         (None, None),
     ],
 )
@@ -985,7 +1026,7 @@ def test_nothing_of_a_last_step_is_lost(mistake, what, num_workers):
     mistakes = {"step": [(*mistake, None)] if mistake else []}
     with closing(make(Leaving, 1, num_workers=num_workers, mistakes=mistakes)) as envs:
         envs.reset(seed=1)
-        line = rf"Leaving: step\(\) returns no {what}, whose last step it was"
+        line = rf"Leaving: step\(\) returns no {what}"
         with pytest.raises(EnvError, match=line) if what else nullcontext():
             envs.step(np.zeros((1, 2), np.int64))
             *_, truncation, info = envs.step(np.zeros((1, 2), np.int64))

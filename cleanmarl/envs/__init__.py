@@ -360,16 +360,23 @@ class IndependentSeeds(gym.vector.VectorWrapper):
 class OwnFinal(gym.Wrapper):
     """Copies the last observation of an episode: an environment may write that of the reset into the same array."""
 
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.shape = env.observation_space.shape if isinstance(env.observation_space, gym.spaces.Box) else None
+
+    def check_shape(self, method: str, obs) -> None:
+        if self.shape is not None and (found := np.shape(obs)) != self.shape:
+            name, has = self.spec.id if self.spec else self.env, f"its observation_space has {self.shape}"
+            raise EnvError(f"{name}: {method}() gave an observation {found}, and {has}")
+
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         obs, info = self.env.reset(seed=seed, options=options)
-        wanted, found = self.observation_space.shape, np.shape(obs)
-        if isinstance(self.observation_space, gym.spaces.Box) and found != wanted:
-            name = self.spec.id if self.spec else self.env
-            raise EnvError(f"{name}: reset() gave an observation {found}, and its observation_space has {wanted}")
+        self.check_shape("reset", obs)
         return obs, info
 
     def step(self, action):
         obs, reward, termination, truncation, info = self.env.step(action)
+        self.check_shape("step", obs)
         if termination or truncation:
             obs = copy.deepcopy(obs)
         elif "episode" in info:  # something of the environment's own: statistics come where an episode ends
@@ -390,13 +397,30 @@ def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
     return env if is_vector else gym.wrappers.FlattenObservation(env)
 
 
-def check_reset(env: gym.Env, env_id: str) -> gym.Env:
-    """`env` itself. EnvError for one of the old Gym, whose reset takes no seed."""
-    parameters = inspect.signature(env.unwrapped.reset).parameters.values()
-    if not any(x.name == "seed" or x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters):
-        hint = "Gymnasium's is reset(*, seed=None, options=None) and returns (observation, info)"
-        raise EnvError(f"{env_id}: its reset takes no seed, as in the old Gym; {hint}")
-    return env
+class Checked(gym.Wrapper):
+    """Says in one line which of Gymnasium's rules an environment breaks, as those for the old Gym do."""
+
+    def __init__(self, env: gym.Env, env_id: str):
+        super().__init__(env)
+        self.env_id = env_id
+        parameters = inspect.signature(env.unwrapped.reset).parameters.values()
+        takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters)
+        for name in ("seed", "options"):
+            if not takes_all and name not in {x.name for x in parameters}:
+                hint = "Gymnasium's is reset(*, seed=None, options=None) and returns (observation, info)"
+                raise EnvError(f"{env_id}: its reset takes no {name}, as in the old Gym; {hint}")
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        returned = self.env.reset(seed=seed, options=options)
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+            raise EnvError(f"{self.env_id}: reset() must return (observation, info), info a dict")
+        return returned
+
+    def step(self, action):
+        returned = self.env.step(action)
+        if len(returned) != 5:
+            raise EnvError(f"{self.env_id}: step() must return (observation, reward, terminated, truncated, info)")
+        return returned
 
 
 def check_action_space(env: gym.Env, env_id: str, discrete: bool) -> gym.Env:
@@ -466,7 +490,7 @@ def make_gymnasium(
             ) from error
     if options.get("render_mode") == "rgb_array":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
-    needed: list[Callable] = [functools.partial(check_reset, env_id=env_id)]
+    needed: list[Callable] = [functools.partial(Checked, env_id=env_id)]
     if discrete is not None:
         needed.append(functools.partial(check_action_space, env_id=env_id, discrete=discrete))
     if vectors:
@@ -487,9 +511,13 @@ def make_gymnasium(
         raise EnvError(f"{env_id} needs a package that is missing: {error}") from error
     except TypeError as error:  # its constructor takes other options
         raise EnvError(f"{env_id} cannot be built with {options}: {error}") from error
-    except (gym.error.Error, ImportError) as error:
-        if env_id in gym.registry:
-            raise EnvError(f"{env_id} cannot be built: {error}") from error
+    except EnvError:
+        raise
+    except Exception as error:
+        is_known = not isinstance(wanted, str) or wanted in gym.registry
+        if is_known or not isinstance(error, gym.error.Error | ImportError):
+            reason = str(error).partition("\n")[0]
+            raise EnvError(f"{env_id} cannot be built: {type(error).__name__}: {reason}") from error
         near = difflib.get_close_matches(env_id, gym.registry, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise EnvError(f"unknown environment {env_id!r}{hint}") from error

@@ -113,6 +113,11 @@ def make(
         if not hasattr(env, "possible_agents"):
             hint = ": a copy of a script returns it from make_envs" if isinstance(env, MultiAgentVectorEnv) else ""
             raise EnvError(f"{env_id} is no parallel environment of PettingZoo, without possible_agents{hint}")
+        if hasattr(env, "agent_iter"):
+            hint = "return pettingzoo.utils.conversions.aec_to_parallel(env)"
+            raise EnvError(f"{env_id} is an AECEnv, whose agents take turns, and here all act at once: {hint}")
+        if not env.possible_agents:
+            raise EnvError(f"{env_id} has no possible_agents")
         layout = Layout(env_id, env)
     except EnvError:
         raise
@@ -241,6 +246,8 @@ class Layout:
                     raise TypeError(f"{agent} has {self.action_sizes[a]} actions and an action_mask {np.shape(mask)}")
         try:
             state, self.has_state = np.asarray(env.state()), True
+            if state.dtype.kind not in "biuf":
+                raise TypeError("no array of numbers")
         except (NotImplementedError, AttributeError, TypeError):  # no state(), or something else of that name
             state, self.has_state = self.joint(np.zeros_like(self.observation_space.low)), False
         is_kept = self.has_pictures and state.dtype == np.uint8 and state.ndim == 3
@@ -253,16 +260,18 @@ class Layout:
                 wrong, agents = next(iter(strangers)), reprlib.repr([*self.agents])
                 raise EnvError(f"{self.env_id}: {method}() returns {what} of {wrong!r}; possible_agents are {agents}")
 
-    def check_last(self, gone: Collection[str], **returned: dict) -> None:
-        """EnvError where step() returns nothing of those whose last step it was: what they earned would be lost."""
+    def check_all(self, agents: Collection[str], who: str, **returned: dict) -> None:
+        """EnvError where step() returns nothing of one of these agents: it would earn 0, or see zeros."""
         for what, of_agents in returned.items():
-            if not of_agents.keys() >= {*gone}:
-                missing = next(agent for agent in gone if agent not in of_agents)
-                raise EnvError(f"{self.env_id}: step() returns no {what} of {missing!r}, whose last step it was")
+            if not of_agents.keys() >= {*agents}:
+                missing = next(agent for agent in agents if agent not in of_agents)
+                raise EnvError(f"{self.env_id}: step() returns no {what} of {missing!r}, {who}")
 
     def check_reset(self, env, obs: dict) -> None:
         """The same for what reset() returns; those who play see something."""
         self.check_agents("reset", env.agents, observations=obs)
+        if not env.agents:
+            raise EnvError(f"{self.env_id}: nobody plays after reset(): its agents are empty")
         if not obs.keys() >= {*env.agents}:
             unseen = next(agent for agent in env.agents if agent not in obs)
             raise EnvError(f"{self.env_id}: reset() returns no observation of {unseen!r}, which is one of its agents")
@@ -376,8 +385,9 @@ class Block:
         ends = {"terminations": termination, "truncations": truncation}
         self.layout.check_agents("step", actions, rewards=reward, **ends)
         self.layout.check_agents("step", env.agents, observations=obs)
+        self.layout.check_all(actions, "which acted", rewards=reward)
         gone = [agent for agent in actions if agent not in env.agents]
-        self.layout.check_last(gone, rewards=reward, **({} if env.agents else ends))
+        self.layout.check_all(gone, "whose last step it was", **({} if env.agents else ends))
         self.reward[i] = [reward.get(agent, 0) * was for agent, was in zip(agents, alive)]
         terminated = np.array([bool(termination.get(agent)) for agent in agents])
         truncated = np.array([bool(truncation.get(agent)) for agent in agents])
@@ -393,13 +403,16 @@ class Block:
         if done and self.layout.has_battles:
             self.battle_won[i] = env.battle_won
         if done:  # agent_mask still has those who lived until now: they have a last observation
-            self.layout.check_last([agents[a] for a in np.flatnonzero(cut_off)], observations=obs)
+            self.layout.check_all(
+                [agents[a] for a in np.flatnonzero(cut_off)], "whose last step it was", observations=obs
+            )
             self.final_agent_mask[i] = alive & ~terminated
             if self.truncation[i]:  # who dies in its last step is as dead to critics as who died before
                 self.agent_mask[i] = self.final_agent_mask[i]
             self.write(i, self.final_obs, self.final_state, self.final_action_mask, obs, info)
             self.begin(i)
         else:
+            self.layout.check_all([agents[a] for a in np.flatnonzero(living)], "which plays on", observations=obs)
             self.agent_mask[i] = living
             self.write(i, self.obs, self.state, self.action_mask, obs, info)
 
