@@ -17,7 +17,19 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import tyro
 from matplotlib.ticker import LogLocator, NullFormatter
-from report import FINAL, last_tenth, number, read_figure, redraw, save, summary, write_html, write_page, yardsticks
+from report import (
+    FINAL,
+    PLANNED,
+    last_tenth,
+    number,
+    read_figure,
+    redraw,
+    save,
+    summary,
+    write_html,
+    write_page,
+    yardsticks,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 GAMES = {  # panel of the figure of the other games -> its place
@@ -35,7 +47,7 @@ README = {
     "ppo_continuous_action_hopper": ("ppo_continuous_action", ""),
     "ppo_continuous_action_walker2d": ("ppo_continuous_action", ""),
     "ppo_continuous_action_halfcheetah": ("ppo_continuous_action", ""),
-    "impala_atari_envpool_pong": ("impala_atari_envpool", "--batch-size 8 --ent-coef 0.001"),
+    "impala_atari_envpool_pong": ("impala_atari_envpool", "--batch-size 4 --ent-coef 0.003 --bf16 on"),
     "ppo_atari_envpool_breakout": ("ppo_atari_envpool", ""),
     "impala_atari_envpool_breakout": ("impala_atari_envpool", "--batch-size 8 --bf16 on"),
     "impala_atari_envpool_spaceinvaders": ("impala_atari_envpool", "--num-actors 0"),
@@ -254,7 +266,7 @@ def readme_results(results: Path) -> str:
             runs = data[(data.script == script) & (data.env_id == task)]
             is_battle = figure["tag"] == "rollout/battle_won"
             last = runs[runs.metric == FINAL["atari" not in name]]  # published scores of Atari are those of training
-            final = last_tenth(runs) if is_battle else last
+            final = (last_tenth(runs) if is_battle else last).assign(settings=settings)  # all that have them, together
             mean, low, high = summary(final)[["mean", "low", "high"]].iloc[0]
             seeds = runs.seeds.max() if "seeds" in runs else runs.seed.nunique()
             result = number(mean) + ("" if seeds == 1 else f" [{number(low, mean)}, {number(high, mean)}]")
@@ -262,7 +274,9 @@ def readme_results(results: Path) -> str:
             yard = known[(known.env_id == task) & (known.battles == is_battle)].set_index("kind")
             random, best = (f"{yard.score[kind]:g}" if kind in yard.index else "" for kind in ("random", "best"))
             rows.append([task + ", share of battles won" * is_battle, f"`{script}.py`", f"{seeds}"])
-            rows[-1] += [f"{runs.step.max():,.0f}", "" if math.isnan(minutes) else f"{minutes:.0f}", result, random]
+            ends = runs.groupby("seed").step.max() if "seed" in runs else runs.step
+            first = f"{ends.min():,.0f} to " if (runs.metric == PLANNED).any() else ""  # one was stopped
+            rows[-1] += [f"{first}{ends.max():,.0f}", "" if math.isnan(minutes) else f"{minutes:.0f}", result, random]
             rows[-1].append(f"{best} ({yard.label['best']})" if best else "")
     head = ["task", "script", "seeds", "steps", "CPU-minutes", "result", "random", "to compare with"]
     table = pd.DataFrame(rows, columns=head).groupby(["task", "random", "to compare with"], sort=False).agg("<br>".join)
