@@ -39,7 +39,8 @@ battle() {  # script, number of seeds, map, steps
         --runs-dir "runs/vdn_smax_$3" -- --total-timesteps "$4" --gamma 0.99 --batch-size 32 "${rate[@]}"
 }
 for script in vdn idqn qmix; do battle $script 3 3m 600000; done
-for script in vdn qmix; do battle $script 1 2s3z 3000000; done
+battle vdn 2 2s3z 3000000
+battle qmix 1 2s3z 3000000
 $PYTHON benchmark/report.py runs/vdn_smax_2s3z --tag rollout/battle_won --out docs/results/vdn_smax_2s3z \
     --note "a discount of 0.99 and batches of 32 episodes; QMIX with VDN's learning rate and target" --command benchmark/baselines.sh
 $PYTHON benchmark/report.py runs/vdn_smax_3m --tag rollout/battle_won --out docs/results/vdn_smax_3m \
@@ -59,7 +60,7 @@ $PYTHON benchmark/report.py runs/coma_spread_long --out docs/results/coma_spread
     --note "the defaults but for the discount"
 
 # MADDPG where a reward is rare: rewards normalised, logits regularised ten times as much as in the original
-$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 2 --workers "$WORKERS" \
+$PYTHON benchmark/run.py --command "python cleanmarl/maddpg_multienvs.py" --num-seeds 3 --workers "$WORKERS" \
     --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 --runs-dir runs/maddpg_foraging_long -- --total-timesteps 1000000 --gamma 0.99 \
     --normalize-reward --reg 0.01 --batch-size 32 --actor-hidden-dim 128 --learning-rate-actor 5e-4 --learning-rate-critic 5e-4
 $PYTHON benchmark/report.py runs/maddpg_foraging_long --out docs/results/maddpg_multienvs_foraging_long --command benchmark/baselines.sh \
