@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import tyro
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -243,6 +244,41 @@ def qtran_matrix(out: Path) -> None:
     write_page(out, caption, markdown(pd.DataFrame(rows, columns=["", *cells, "best found"]), 1))
 
 
+def cross_play(out: Path) -> None:
+    """Who learned more on which side, from what benchmark/cross_play.py wrote."""
+    data = pd.read_csv(out.parent / "data" / f"{out.name}.csv")
+    side, other = data.columns[1:3]
+    names = list(data[side].unique())
+    values, other_values = (
+        data.pivot(index=side, columns=other, values=column).loc[names, names] for column in ("return", "other return")
+    )
+    figure, axes = plt.subplots(1, 2, figsize=(10, 1 + 0.6 * len(names)), layout="constrained")
+    for axis, table, whose in ((axes[0], values, side), (axes[1], other_values, other)):
+        axis.pcolormesh(table, cmap="viridis")  # imshow: bytes of the machine
+        for (row, column), value in np.ndenumerate(table):
+            text = {"ha": "center", "va": "center", "fontsize": 9}
+            axis.text(column + 0.5, row + 0.5, number(value), **text, bbox={"fc": "white", "ec": "none", "alpha": 0.7})
+        places = np.arange(len(names)) + 0.5
+        axis.set(xticks=places, yticks=places, ylim=(len(names), 0), title=f"return of one of the {whose}")
+        axis.set_xticks(places, names, fontsize=8, rotation=20)
+        axis.set_yticks(places, names, fontsize=8)
+        axis.set(xlabel=f"{other} of", ylabel=f"{side} of")
+        axis.title.set_fontsize(9)
+    save(figure, out)
+    caption = (
+        f"`{data.env_id[0]}`: the {side} of each script against the {other} of each. {data.episodes[0]} episodes with "
+        "the most probable actions for each pair of runs of different seeds, so nobody plays against those it has "
+        f"learned with. Return of one of the {side} and of one of the {other}, mean (deviation over the pairs of "
+        "runs). Made by `benchmark/cross_play.py`.\n"
+    )
+    cells = [
+        f"{number(x['return'])} ({x['std']:.1f}), {number(x['other return'])} ({x['other std']:.1f})"
+        for _, x in data.iterrows()
+    ]
+    table = data.assign(cell=cells).pivot(index=side, columns=other, values="cell").loc[names, names].reset_index()
+    write_page(out, caption, markdown(table.rename(columns={side: f"{side} of, against {other} of"}), 1))
+
+
 def finish_games(figure, out: Path, title: str) -> None:
     save(figure, out)
     rows = read_all(out.parent / "data", "coppo_matrix_final.csv", "coppo_matrix_opponents_final.csv", dtype=str)
@@ -292,6 +328,8 @@ def main(args: Args) -> None:
     time_to_score(args.results / "speed_time_to_score")
     coppo_matrix(args.results)
     qtran_matrix(args.results / "qtran_matrix")
+    for path in sorted((args.results / "data").glob("*_cross_play.csv")):
+        cross_play(args.results / path.stem)
     if args.results == Args.results:
         before, _, rest = (ROOT / "README.md").read_text().partition(README_START)
         table = readme_results(args.results)

@@ -118,7 +118,9 @@ def check(words: list[str]) -> None:
         groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
         assert {*words[2:]} <= {*groups}, line
     elif words[0] == "python" and words[1].startswith("benchmark/"):
-        need("tyro", *{"tune.py": ["optuna"], "report.py": ["matplotlib", "pandas"]}.get(Path(words[1]).name, []))
+        drawn = ["matplotlib", "pandas"]
+        packages = {"tune.py": ["optuna"], "report.py": drawn, "cross_play.py": drawn}
+        need("tyro", *packages.get(Path(words[1]).name, []))
         own, of_script = parts(words[2:])
         args = tyro.cli(load(ROOT / words[1]).Args, args=own)
         if getattr(args, "command", ""):
