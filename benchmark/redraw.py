@@ -64,6 +64,8 @@ README = {
     "mappo_smax_long": ("ippo mappo coppo", ""),
     "vdn_smax_3m": ("vdn qmix idqn", ""),
 }
+# figures whose tasks have published scores of training: the result beside one is that of training, too
+AS_PUBLISHED = ("ppo_beside", "ppo_continuous", "impala_atari", "ppo_atari")
 README_START, README_END = (
     "<!-- made by benchmark/redraw.py of docs/results/data -->\n",
     "<!-- end of the results -->\n",
@@ -292,7 +294,7 @@ def finish_games(figure, out: Path, title: str) -> None:
 
 
 def readme_results(results: Path) -> str:
-    """README.md's table: the last evaluation; Atari's last games of training, battles won in its last tenth."""
+    """README.md's table: the last evaluation, the last games of training, or battles won in its last tenth."""
     known = yardsticks().assign(battles=lambda x: x.metric == "battle_won")
     known, rows = known[known.battles | (known.metric == "ep_reward")], []
     for name, (scripts, settings, *tasks) in README.items():
@@ -301,7 +303,7 @@ def readme_results(results: Path) -> str:
         for script, task in product(scripts.split(), tasks or data.env_id.unique()):
             runs = data[(data.script == script) & (data.env_id == task)]
             is_battle = figure["tag"] == "rollout/battle_won"
-            last = runs[runs.metric == FINAL["atari" not in name]]  # published scores of Atari are those of training
+            last = runs[runs.metric == FINAL[not name.startswith(AS_PUBLISHED)]]
             final = (last_tenth(runs) if is_battle else last).assign(settings=settings)  # all that have them, together
             mean, low, high = summary(final)[["mean", "low", "high"]].iloc[0]
             seeds = runs.seeds.max() if "seeds" in runs else runs.seed.nunique()
