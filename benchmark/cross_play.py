@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cleanmarl.cli import UsageError, check
+from cleanmarl.cli import PositiveInt, UsageError, check, check_ranges, read_run
 from cleanmarl.enjoy import Policy
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv
 from cleanmarl.evaluate import evaluate
@@ -23,6 +23,7 @@ from cleanmarl.evaluate import evaluate
 import numpy as np
 import pandas as pd
 import redraw
+import report
 import torch
 import tyro
 
@@ -39,7 +40,7 @@ class Args:
     """what the two sides are called"""
     out: Path
     """docs/results/NAME of the figure and its table"""
-    episodes: int = 256
+    episodes: PositiveInt = 256
     """episodes of each pair of runs, the same for all pairs"""
     seed: int = 1
     """seed of the episodes"""
@@ -75,12 +76,14 @@ def cross_play(policies: dict[str, list], envs: MultiAgentVectorEnv, args: Args)
 
 def load(folders: list[Path], num_envs: int) -> dict[str, list[Policy]]:
     """What the runs have learned, by script; UsageError if they cannot play together."""
-    policies, seeds = {}, set()
+    policies, seeds, of_name = {}, set(), {}
     for folder in folders:
         policy = Policy(folder, num_envs, greedy=True)
         name = Path(str(policy.script.__file__)).stem
         check((name, policy.args.seed) not in seeds, f"there are two runs of {name} with seed {policy.args.seed}")
         seeds.add((name, policy.args.seed))
+        settings = report.settings_of(read_run(folder), folder)
+        check(of_name.setdefault(name, settings) == settings, f"the runs of {name} have different settings")
         policies.setdefault(name, []).append(policy)
     env_ids = sorted({policy.args.env_id for of_script in policies.values() for policy in of_script})
     check(len(env_ids) == 1, f"the runs are of {len(env_ids)} environments: {', '.join(env_ids)}")
@@ -88,6 +91,8 @@ def load(folders: list[Path], num_envs: int) -> dict[str, list[Policy]]:
 
 
 def main(args: Args) -> None:
+    check_ranges(args)
+    check(args.names[0] != args.names[1], f"--names {args.names[0]} {args.names[1]} are the same")
     folders = sorted(path.parent for runs in args.runs for path in runs.glob("*/args.json"))
     check(len(folders) > 0, f"no run folder in {' '.join(map(str, args.runs))}")
     policies = load(folders, min(args.episodes, 256))

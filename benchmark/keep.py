@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cleanmarl.checkpoint import load_checkpoint, write_checkpoint
-from cleanmarl.cli import UsageError, check, read_run
+from cleanmarl.cli import PositiveInt, UsageError, check, check_ranges, read_run
 from cleanmarl.enjoy import Policy
+from cleanmarl.envs import EnvError
 from cleanmarl.evaluate import evaluate
 
 import tyro
@@ -43,7 +44,7 @@ class Args:
     """folder of the agent"""
     checkpoint: str = "checkpoint.pt"
     """which of the run's checkpoints"""
-    episodes: int = 500
+    episodes: PositiveInt = 500
     """episodes for each of the two scores"""
 
 
@@ -92,14 +93,18 @@ def table(folder: Path) -> str:
 
 
 def main(args: Args) -> None:
+    check_ranges(args)
+    readme = args.out.parent / "README.md"
+    is_ours = not readme.exists() or readme.read_text().startswith(README.partition("\n")[0])
+    check(is_ours, f"{readme} is there, and no table of agents: --out must be in a folder of agents")
     keep(args.run_dir, args.checkpoint, args.out, args.episodes)
-    (args.out.parent / "README.md").write_text(table(args.out.parent))
-    print((args.out.parent / "README.md").read_text())
+    readme.write_text(table(args.out.parent))
+    print(readme.read_text())
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
-    except UsageError as error:
+    except (UsageError, EnvError) as error:
         print(f"keep: {error}", file=sys.stderr)
         sys.exit(2)

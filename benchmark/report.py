@@ -28,6 +28,8 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")  # no display needed
-from cleanmarl.cli import RESUME_MAY_CHANGE, UsageError, flag
+from cleanmarl.cli import RESUME_MAY_CHANGE, UsageError, check, flag
 from cleanmarl.cli import read_run as read_meta
 
 import matplotlib.pyplot as plt
@@ -89,7 +91,11 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
     script = next((place for place in places if place.exists()), None)
     if script is None:
         return ""
-    body = next(n for n in ast.parse(script.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    classes = {n.name: n for n in ast.parse(script.read_text()).body if isinstance(n, ast.ClassDef)}
+    lineage = ["Args"]  # and the classes of a copy that it inherits from
+    for name in lineage:
+        lineage += [base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id in classes]
+    body = [field for name in reversed(lineage) for field in classes[name].body]
     fields = [field for field in body if isinstance(field, ast.AnnAssign) and field.value is not None]
     defaults = {field.target.id: literal(field.value) for field in fields}
     program, *line = meta.get("command") or [""]
@@ -124,8 +130,9 @@ def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     By the tries in the manifest of run.py; where it lacks one, as after a kill, by the names of the event files, and
     the CPU time is NaN.
     """
-    manifest = folder.parent / "manifest.json"
-    entries = json.loads(manifest.read_text()).values() if manifest.exists() else []
+    entries: Iterable[dict] = []
+    with suppress(OSError, ValueError):  # no manifest, or half of one
+        entries = json.loads((folder.parent / "manifest.json").read_text()).values()
     tries = next(
         (e["tries"] for e in entries if Path(e.get("run_folder", "")).name == folder.name and "tries" in e), []
     )
@@ -148,6 +155,7 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
     """
     meta = read_meta(folder)
     args = meta["args"]
+    check({"env_id", "seed"} <= args.keys(), f"{folder} has no env_id or seed among its arguments")
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep every point
     events.Reload()
     known = events.Tags()["scalars"]

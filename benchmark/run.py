@@ -43,6 +43,7 @@ from speed import machine, to_argv  # benchmark/speed.py
 
 TRIES = 2  # of a trial that fails
 MISUSED = 2  # exit status of a script that cannot run as it was asked to: another try would end like it
+OF_THE_GRID = {"--env-id", "--seed", "--runs-dir"}  # flags of the script that are not the user's to give
 OF_THE_END = ("end", "exit_status", "wall_seconds", "cpu_seconds")  # what an entry has of a trial that ended
 PACKAGES = ("cleanmarl", "numpy", "torch", "gymnasium", "envpool", "pettingzoo", "mpe2")
 SBATCH = """#!/bin/bash
@@ -389,6 +390,12 @@ def main(args: Args, flags: list[str]) -> int:
     program = to_argv(args.command)[0]
     if shutil.which(program) is None or min(args.num_seeds, args.workers) < 1:
         print(f"run: there must be a program {program}, and at least one seed and one worker", file=sys.stderr)
+        return 2
+    if given := {flag.partition("=")[0].replace("_", "-") for flag in flags} & OF_THE_GRID:
+        print(
+            f"run: {' '.join(sorted(given))} after -- is the grid's: give --num-seeds, --env-ids, --runs-dir",
+            file=sys.stderr,
+        )
         return 2
     seeds = range(1, args.num_seeds + 1)
     env_ids = dict.fromkeys(args.env_ids)  # each once

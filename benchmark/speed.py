@@ -79,7 +79,12 @@ def machine() -> dict:
 
 def to_argv(command: str, **values) -> list[str]:
     """Split a command, fill in its {names}, and let `python` mean the interpreter that runs this script."""
-    argv = shlex.split(command)
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        sys.exit(f"no command: {command} ({error})")
+    if not argv:
+        sys.exit("the command is empty")
     for name, value in values.items():
         argv = [word.replace(f"{{{name}}}", str(value)) for word in argv]
     return [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
@@ -90,7 +95,10 @@ def run(argv: list[str]) -> tuple[float, float]:
     with tempfile.TemporaryFile() as log:
         start = time.perf_counter()
         env = {"OMP_NUM_THREADS": "1", "PEERS_PYTHON": sys.executable, **os.environ}
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
+        try:
+            process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
+        except OSError as error:
+            sys.exit(f"{argv[0]} cannot be run: {error.strerror}")
         try:
             _, status, usage = os.wait4(process.pid, 0)  # its children are in the usage, once it has waited for them
         except BaseException:
@@ -256,13 +264,15 @@ def with_range(row: dict) -> str:
 
 
 def main(args: Args) -> None:
-    if not 0 < args.short < 1:
-        sys.exit(f"--short must lie between 0 and 1, not {args.short}")
+    if not 0 < args.short < 1 or args.repeats < 1:
+        sys.exit("--short must lie between 0 and 1, and --repeats be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
     if args.table:
         return measure_table(args)
     if args.ours is None:
         sys.exit("--ours or --table is needed")
+    if not all("{steps}" in command for command in (args.ours, args.peer) if command):
+        sys.exit("--ours and --peer need {steps}: two lengths of a run tell its steps from its start-up")
     about = machine()
     sides = {"ours": (args.ours, args.steps)}
     if args.peer:

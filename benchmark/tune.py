@@ -38,7 +38,7 @@ import tyro
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 from report import EVAL, yardsticks  # benchmark/report.py
-from run import Trial, lock  # benchmark/run.py
+from run import OF_THE_GRID, Trial, lock  # benchmark/run.py
 from speed import to_argv  # benchmark/speed.py
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -83,7 +83,10 @@ def script_args(command: str) -> type:
     check(spec is not None, f"there is no script in: {command}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look for annotations
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{spec.origin} cannot be imported: {type(error).__name__}: {error}") from error
     return module.Args
 
 
@@ -95,9 +98,14 @@ def plain(hint: Any) -> Any:
     return plain(inner[0]) if type(None) in typing.get_args(hint) else hint
 
 
+def name_of(text: str) -> str:
+    """The field of Args that a word of --params is about, written as in Python or as on a command line."""
+    return text.partition("=")[0].lstrip("-").replace("-", "_")
+
+
 def read_param(text: str, args_class: type) -> BaseDistribution:
     """NAME=LOW..HIGH | NAME=A,B,C | NAME -> a distribution inside the range of the annotation, or UsageError."""
-    name, _, values = text.partition("=")
+    name, values = name_of(text), text.partition("=")[2]
     hint = typing.get_type_hints(args_class, include_extras=True).get(name)
     check(hint is not None, f"--params {text}: the script has no {flag(name)}")
     kind = plain(hint)
@@ -173,9 +181,12 @@ class Search:
 
     def __init__(self, args: Args, flags: list[str], stops: Callable[[], int]):
         check(min(args.num_seeds, args.workers) > 0, "--num-seeds and --workers must be at least 1")
+        check("?" not in str(args.runs_dir), f"--runs-dir {args.runs_dir}: a path of SQLite has no question mark")
+        own = {word.partition("=")[0].replace("_", "-") for word in flags} & OF_THE_GRID
+        check(not own, f"{' '.join(sorted(own))} after -- is the search's: give --num-seeds, --env-ids, --runs-dir")
         self.args, self.flags, self.stops = args, flags, stops
         self.script = script_args(args.command)
-        self.space = {text.partition("=")[0]: read_param(text, self.script) for text in args.params}
+        self.space = {name_of(text): read_param(text, self.script) for text in args.params}
         self.scales = scales(args.env_ids, args.metric)
         args.runs_dir.mkdir(parents=True, exist_ok=True)
         self.file = (args.runs_dir / "study.lock").open("a")

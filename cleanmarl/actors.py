@@ -44,6 +44,7 @@ import torch.nn as nn
 
 SLOTS_PER_ACTOR = 2  # one to fill while the other waits for the learner
 CALLS_PER_ACTOR = 2  # of Ray: one under way while the other waits, so that an actor need not wait for the learner
+OTHER_AGENT = "its agent is not the learner's: what main changes of it, a layer or a dtype, belongs into __init__"
 MOST_DEATHS = 10  # of Ray's actors in a row, without an unroll between: then it is no accident
 
 
@@ -72,6 +73,11 @@ def check_unrolls_size(args: Any, unroll_dtype: np.dtype, replay_size: int = 0) 
 def tensors(agent: nn.Module) -> list[torch.Tensor]:
     """All that an agent acts with: parameters and buffers, such as running statistics."""
     return [x for x in (*agent.parameters(), *agent.buffers()) if x.numel()]
+
+
+def layout(tensors: list[torch.Tensor]) -> list[tuple]:
+    """What has to be the same of the tensors of two agents for one to act with those of the other."""
+    return [(x.shape, x.dtype) for x in tensors]
 
 
 class Parameters:
@@ -127,7 +133,7 @@ def receive(connection) -> int | str | None:
         return None
 
 
-def act(classes, args: Any, index: int, step: int, connection, parameters_memory, slots_memory, dtype) -> None:
+def act(classes, args, index: int, step: int, connection, learners, parameters_memory, slots_memory, dtype) -> None:
     """The life of an actor process: fill the slots whose numbers come, and send the numbers back."""
     try:
         seed_everything((args.seed + step + index) % 2**32, torch_threads=1)
@@ -135,6 +141,8 @@ def act(classes, args: Any, index: int, step: int, connection, parameters_memory
         player_class, agent_class = classes
         player = player_class(args, index, step)
         agent = agent_class(player.envs, dataclasses.replace(args, device="cpu"))  # which --bf16 auto asks for
+        if layout(tensors(agent)) != learners:
+            return send(connection, OTHER_AGENT)
         parameters, slots = Parameters(parameters_memory, agent), np.frombuffer(slots_memory, dtype)
         gc.freeze()
         while (number := receive(connection)) is not None:
@@ -175,7 +183,7 @@ class Actors:
             for i in range(args.num_actors):
                 connection, theirs = context.Pipe()
                 self.connections.append(connection)
-                shared = theirs, parameters_memory, slots_memory, dtype
+                shared = theirs, layout(tensors(agent)), parameters_memory, slots_memory, dtype
                 arguments = (player_class, type(agent)), args, i, step, *shared
                 process = context.Process(target=act, args=arguments, daemon=True)
                 process.start()
@@ -297,8 +305,11 @@ class RayActor:
     def play(self, parameters: tuple[int, list[np.ndarray]]) -> np.ndarray:
         """The slot (1,) that follows, with these parameters."""
         self.slot["version"], arrays = parameters
-        for x, array in zip(tensors(self.agent), arrays, strict=True):
-            x.copy_(torch.tensor(array))
+        own, learners = tensors(self.agent), [torch.tensor(array) for array in arrays]
+        if layout(own) != layout(learners):
+            raise RunError(OTHER_AGENT)
+        for x, newest in zip(own, learners):
+            x.copy_(newest)
         self.player.play(self.agent, self.slot[0]["unrolls"])
         return self.slot
 

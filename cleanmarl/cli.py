@@ -355,7 +355,8 @@ def show_help(args_class: Any) -> None:
         hint = f"({ranges[0]}; default: {{}})" if ranges else "(default: {})"
         described = tyro.conf.arg(help=docs.get(field.name, ""), help_behavior_hint=hint.format)
         group = "run" if field.name in shared else "environment" if field.name in ENVIRONMENT else "algorithm"
-        groups[group].append((field.name, Annotated[hints[0], described], dataclasses.field(default=field.default)))
+        default = dataclasses.field(default=field.default, default_factory=field.default_factory)
+        groups[group].append((field.name, Annotated[hints[0], described], default))
     boxes = []
     for name, fields in groups.items():
         box = dataclasses.make_dataclass(name, fields)

@@ -78,8 +78,9 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
         if path == ours:
             module = importlib.import_module(f"cleanmarl.{name}")
         else:
-            spec: Any = importlib.util.spec_from_file_location(name, path)
-            module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+            own = f"{name} of {path.resolve()}"  # so that it stands for no module that somebody imports
+            spec: Any = importlib.util.spec_from_file_location(own, path)
+            module = sys.modules[own] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
             cloudpickle.register_pickle_by_value(module)  # workers cannot import an environment of this file by name
             spec.loader.exec_module(module)
     except Exception as error:

@@ -244,7 +244,7 @@ class Replay:
         share = self.priority[: self.count] ** (PRIORITY_ALPHA if self.args.priority else 0)
         where = torch.multinomial(share / share.sum(), self.args.batch_size or self.args.num_envs, replacement=True)
         weight = (share[where] / share.sum() * len(share)) ** (-PRIORITY_BETA if self.args.priority_is_weight else 0)
-        return self.unrolls[where], where, weight / weight.max()
+        return self.unrolls[where.numpy()], where, weight / weight.max()
 
     def state_dict(self) -> dict:
         unrolls = {name: torch.from_numpy(self.unrolls[name].copy()) for name in self.unrolls.dtype.names}

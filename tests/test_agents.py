@@ -59,6 +59,13 @@ def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
         subprocess.run(command, capture_output=True, check=True, env=env)
         assert (out / "ppo.py").exists() == is_kept and (not is_kept or (out / "ppo.py").read_text() == text)
         (out / "scores.json").unlink()  # as if it had been interrupted
+    (tmp_path / "README.md").write_text("# My thesis\n")
+    mine = subprocess.run([*command[:3], "--out", tmp_path / "mine"], capture_output=True, text=True)
+    assert mine.returncode == 2 and mine.stderr.count("\n") == 1 and "no table of agents" in mine.stderr
+    assert (tmp_path / "README.md").read_text() == "# My thesis\n" and not (tmp_path / "mine").exists()
+    none = subprocess.run([*command[:-1], "0"], capture_output=True, text=True)
+    assert (none.returncode, none.stderr) == (2, "keep: --episodes must be greater than 0, not 0\n")
+    (tmp_path / "README.md").unlink()
     for place in (tmp_path, run):
         again = subprocess.run([*command[:3], "--out", place], capture_output=True, text=True)
         assert again.returncode == 2 and again.stderr == f"keep: --out {place} is there, and no agent\n"

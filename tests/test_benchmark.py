@@ -298,6 +298,20 @@ def test_runner_refuses_what_cannot_run(toy):
     assert result.returncode == 2 and not (toy / "runs").exists()
 
 
+def test_runner_gives_each_trial_its_seed_itself(toy):
+    result = cli("run.py", "--command", "python toy.py", "--env-ids", "e", "--", "--seed", "7", cwd=toy)
+    own = "run: --seed after -- is the grid's: give --num-seeds, --env-ids, --runs-dir\n"
+    assert (result.returncode, result.stderr) == (2, own) and not (toy / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "why"), [("", "the command is empty"), ("python 'x", "no command: python 'x (No closing quotation)")]
+)
+def test_what_is_no_command_is_one_line(command, why, toy):
+    result = cli("run.py", "--command", command, "--env-ids", "e", cwd=toy)
+    assert (result.returncode, result.stderr) == (1, f"{why}\n")
+
+
 # speed.py
 
 BUSY = """
@@ -403,6 +417,20 @@ def test_commands_of_the_pairs_are_ones_that_their_scripts_take(pair, tmp_path):
     at_a_time = int(re.search(r"TOTAL_TIMESTEPS=(\d+)|$", pair.peer)[1] or 1)
     assert pair.peer_steps / 4 % at_a_time == 0  # JaxMARL's program is run a whole number of times
     assert not any("|" in text for text in (pair.settings, pair.ours_differs, pair.peer_differs))
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--ours", "python -c pass"], "--ours and --peer need {steps}"),
+        (["--ours", "python x {steps}", "--peer", "python x"], "--ours and --peer need {steps}"),
+        (["--ours", "python x {steps}", "--repeats", "0"], "--repeats be at least 1"),
+        (["--ours", "no-such-program {steps}"], "no-such-program cannot be run: No such file or directory"),
+    ],
+)
+def test_speed_says_in_a_line_what_it_cannot_measure(flags, why, tmp_path):
+    result = cli("speed.py", *flags, cwd=tmp_path)
+    assert result.returncode == 1 and why in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_speed_stops_at_a_command_that_fails(tmp_path):

@@ -136,6 +136,12 @@ def test_arguments_come_back_as_they_were(tmp_path):
     assert json.dumps({"seed": np.int64(3), "gamma": np.float32(0.5)}, default=as_json) == '{"seed": 3, "gamma": 0.5}'
 
 
+def test_help_of_a_copy_knows_fields_that_are_made_anew(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(CopyArgs, ["--help"], "copy")
+    assert stopped.value.code == 0 and re.search(r"--sizes .*64 64", capsys.readouterr().out, re.DOTALL)
+
+
 def test_help_may_be_cut_off():
     command = f"{sys.executable} -m cleanmarl.ppo --help | head -2"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100)

@@ -1,5 +1,6 @@
 """benchmark/cross_play.py: the sides of a game, learned in different runs, against each other."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,12 @@ def test_what_cannot_play_is_told_in_a_line(runs, tmp_path):
 
     for side in ([0, 1, 2, 3], [4], []):
         assert said(runs, side=side) == f"--side {side} must be some, not all, of the agents 0 to 3"
+    with pytest.raises(UsageError, match="--names prey prey are the same"):
+        cross_play.main(cross_play.Args([runs], [0], ("prey", "prey"), tmp_path / "who"))
+    wider = tmp_path / "wider"
+    shutil.copytree(runs, wider)
+    ippo.main(ippo.Args(**SHORT, actor_hidden_dim=8, seed=3, runs_dir=str(wider)))
+    assert said(wider) == "the runs of ippo have different settings"
     assert said(runs, runs) == "there are two runs of ippo with seed 1"
     alone = tmp_path / "alone"
     ippo.main(ippo.Args(**SHORT, runs_dir=str(alone)))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from cleanmarl import enjoy, impala
-from cleanmarl.actors import Actors, Parameters
+from cleanmarl.actors import Actors, Parameters, RayActor, slot_dtype
 from cleanmarl.cli import RunError, launch
 from cleanmarl.envs import workers
 from cleanmarl.evaluate import evaluate
@@ -872,6 +872,31 @@ def test_a_failing_actor_shows_its_traceback(tmp_path):
     assert not multiprocessing.active_children()
     (folder,) = tmp_path.iterdir()
     assert load_checkpoint(folder)["step"] == 0
+
+
+@pytest.mark.parametrize("edit", ["weight_norm", "wider", "float64"])
+def test_an_agent_that_is_not_the_learners_does_not_act(edit):
+    """Actors make the agent anew: what `main` of a copy changes of it they do not know, and would act with garbage."""
+    args = impala.Args(**SMALL | {"num_actors": 1})
+    envs = impala.make_envs(args, 1)
+    agent = impala.Agent(envs, args)
+    if edit == "weight_norm":
+        torch.nn.utils.parametrizations.weight_norm(agent.actor[2])
+    elif edit == "wider":
+        agent.critic = torch.nn.Sequential(torch.nn.Linear(4, 99), torch.nn.Linear(99, 1))
+    else:
+        agent.double()
+    dtype, why = impala.unroll_dtype(envs, args), "its agent is not the learner's: what main changes"
+    with (
+        Actors(impala.Player, args, agent, dtype, 0) as actors,
+        pytest.raises(RunError, match=f"actor 0 failed:\n{why}"),
+    ):
+        actors.take(0)
+    remote = RayActor((impala.Player, impala.Agent), args, 0, 0, slot_dtype(args, dtype))
+    with pytest.raises(RunError, match=why):
+        remote.play((0, [x.detach().numpy() for x in agent.parameters()]))
+    own = [x.detach().numpy() for x in impala.Agent(envs, args).parameters()]
+    assert remote.play((3, own))["version"] == 3
 
 
 @pytest.mark.parametrize("activation", ["Tanh", "GELU", "ReLU"])

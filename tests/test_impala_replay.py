@@ -323,3 +323,9 @@ def test_learns_cartpole_in_seconds(tmp_path):
     agent.load_state_dict(load_checkpoint(folder)["modules"]["agent"])
     trained = evaluate(envs, script.make_policy(agent, greedy=False), 20, seed=7)["eval/ep_reward"]
     assert untrained < 50 and trained > 150
+
+
+def test_a_batch_of_one_unroll_is_a_batch(tmp_path):
+    """NumPy takes a torch index of one element for a number."""
+    folder = script.main(script.Args(**SMALL | {"num_envs": 1}, runs_dir=str(tmp_path)))
+    assert load_checkpoint(folder)["step"] == SMALL["total_timesteps"]

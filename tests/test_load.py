@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import cleanmarl
@@ -154,6 +155,26 @@ def test_a_policy_keeps_no_graph_of_what_it_has_seen(train):
     policy = cleanmarl.load(train("mappo_lstm"))
     policy.act = lambda *seen: torch.is_grad_enabled()
     assert not policy(None, None, None)
+
+
+def test_a_loaded_copy_stands_for_no_module_of_the_users(tmp_path, monkeypatch):
+    """Who loads an old run and imports the script as it is now gets the script as it is now."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = Path(importlib.import_module("cleanmarl.ppo").__file__).read_text()
+    old, new = (
+        text.replace("learning_rate: PositiveFloat = 2.5e-4", f"learning_rate: {rate}")
+        for rate in ("PositiveFloat = 1e-3", "PositiveFloat = 7e-5")
+    )
+    Path("edited_ppo.py").write_text(old)
+    module = importlib.import_module("edited_ppo")
+    run = module.main(module.Args(total_timesteps=512, num_steps=64, eval_episodes=0))
+    Path("edited_ppo.py").write_text(new)
+    monkeypatch.delitem(sys.modules, "edited_ppo")  # as in a new process
+    assert cleanmarl.load(run).args.learning_rate == 1e-3
+    module = importlib.import_module("edited_ppo")
+    assert Path(module.__file__) == tmp_path / "edited_ppo.py" and module.Args().learning_rate == 7e-5
+    monkeypatch.delitem(sys.modules, "edited_ppo")
 
 
 def test_what_cannot_be_loaded_says_so(train, tmp_path):

@@ -91,6 +91,29 @@ def test_settings_are_the_flags_that_differ_from_the_copy_of_the_script(tmp_path
     assert decided() == "--no-individual-critics"  # nobody knows
 
 
+def test_settings_of_a_copy_that_inherits_its_fields(tmp_path):
+    text = (
+        "class Encoder(RunArgs):\n    width: int = 64\n    lr: float = 0.1\nclass Args(Encoder):\n    lr: float = 0.2\n"
+    )
+    (tmp_path / "x.py").write_text(text)
+    meta = {"script": "x", "args": {"width": 8, "lr": 0.2}}
+    assert report.settings_of(meta, tmp_path) == "--width 8"
+    assert report.settings_of(meta | {"args": {"width": 64, "lr": 0.1}}, tmp_path) == "--lr 0.1"
+
+
+def test_runs_that_are_no_longer_whole(tmp_path, capsys):
+    """Half a manifest costs the CPU time alone; arguments without an environment are no run."""
+    write_run(tmp_path / "whole", {report.RETURN: [(1, 2.0), (2, 3.0)]})
+    write_run(tmp_path / "half", {report.RETURN: [(1, 2.0)]}, seed=2)
+    (tmp_path / "manifest.json").write_text('{"python x.py": {"tries"')
+    meta = json.loads((tmp_path / "half" / "args.json").read_text())
+    del meta["args"]["env_id"]
+    (tmp_path / "half" / "args.json").write_text(json.dumps(meta))
+    table = report.read_runs([tmp_path], [report.RETURN])
+    assert table.value.tolist() == [2.0, 3.0] and table.cpu_seconds.isna().all()
+    assert capsys.readouterr().err == f"left out: {tmp_path / 'half'} has no env_id or seed among its arguments\n"
+
+
 def test_a_computed_default_is_read_without_running_it(tmp_path):
     fields = "    size: int = 2 * 64\n    total_timesteps: PositiveInt = 5 * 10**5\n    gamma: float = 0.99\n"
     (tmp_path / "x.py").write_text(f"class Args(RunArgs):\n{fields}")

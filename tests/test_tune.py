@@ -244,6 +244,26 @@ def test_a_script_that_is_not_there_is_one_line(command, toy, capsys):
     assert capsys.readouterr().err == f"tune: there is no script in: {command}\n"
 
 
+def test_a_script_that_cannot_be_imported_is_one_line(toy, capsys):
+    Path("broken.py").write_text("import no_such_package")
+    assert tune.main(dataclasses.replace(toy_args(1), command="python broken.py"), []) == 2
+    error = "ModuleNotFoundError: No module named 'no_such_package'"
+    assert capsys.readouterr().err == f"tune: {toy / 'broken.py'} cannot be imported: {error}\n"
+
+
+def test_a_parameter_is_written_as_in_python_or_as_a_flag():
+    assert tune.name_of("learning_rate=1..2") == tune.name_of("--learning-rate=1..2") == "learning_rate"
+    assert tune.read_param("--norm-adv", Fields) == tune.read_param("norm_adv", Fields)
+
+
+def test_what_is_the_searchs_own_is_refused(toy, capsys):
+    assert tune.main(toy_args(1), ["--seed=7", "--env_id", "x"]) == 2
+    line = "tune: --env-id --seed after -- is the search's: give --num-seeds, --env-ids, --runs-dir\n"
+    assert capsys.readouterr().err == line
+    assert tune.main(dataclasses.replace(toy_args(1), runs_dir=Path("why?")), []) == 2
+    assert capsys.readouterr().err == "tune: --runs-dir why?: a path of SQLite has no question mark\n"
+
+
 @pytest.mark.parametrize("name", ["num_seeds", "workers"])
 def test_a_search_of_nothing_is_one_line(name, toy, capsys):
     assert tune.main(toy_args(1, **{name: 0}), []) == 2
