@@ -38,7 +38,8 @@ class StackedLinear(nn.Module):
     def forward(self, x: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
         if isinstance(x, torch.Tensor):
             return self.product(x, self.weight, self.bias)
-        first, *rest = (self.product(part, w, None) for part, w in zip(x, self.split(self.weight, x), strict=True))
+        weights = self.weight.split([part.shape[-1] for part in x], dim=1)
+        first, *rest = (self.product(part, w, None) for part, w in zip(x, weights, strict=True))
         return sum(rest, first) + self.bias.swapaxes(0, 1)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -51,10 +52,6 @@ class StackedLinear(nn.Module):
             return (rows @ weight if bias is None else torch.baddbmm(bias, rows, weight)).view(*x.shape[:-1], -1)
         x = x.expand(-1, self.num_networks, -1).swapaxes(0, 1)  # (A, R, in)
         return (x @ weight if bias is None else torch.baddbmm(bias, x, weight)).swapaxes(0, 1)
-
-    @staticmethod
-    def split(weight: torch.Tensor, parts: tuple) -> tuple[torch.Tensor, ...]:
-        return weight.split([part.shape[-1] for part in parts], dim=1)
 
 
 class Tanh(nn.Tanh):
