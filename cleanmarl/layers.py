@@ -312,22 +312,18 @@ def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
         parameters = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
         by_network = [p.grad for p in parameters if p in stacks and p.grad is not None]
         shared = [p.grad for p in parameters if p not in stacks and p.grad is not None]
-        groups = []
+        groups = []  # gradients and their norm, () or (M,)
         if shared:
-            norm = torch.cat([gradient.flatten() for gradient in shared]).norm()
-            scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-            for gradient in shared if max_norm < math.inf else ():
-                gradient *= scale
-            groups.append(norm[None])
+            groups.append((shared, torch.cat([gradient.flatten() for gradient in shared]).norm()))
         if by_network:
             squares = [gradient.flatten(1).square().sum(1) for gradient in by_network]  # (M,) each
-            norm = torch.stack(squares).sum(0).sqrt()
+            groups.append((by_network, torch.stack(squares).sum(0).sqrt()))
+        for gradients, norm in groups if max_norm < math.inf else ():
             scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-            for gradient in by_network if max_norm < math.inf else ():
-                gradient *= scale.view(-1, *[1] * (gradient.ndim - 1))
-            groups.append(norm)
+            for gradient in gradients:
+                gradient *= scale.view((*norm.shape, *[1] * (gradient.ndim - 1)))
         if groups:
-            norms[name] = torch.cat(groups).mean()
+            norms[name] = torch.cat([norm.flatten() for _, norm in groups]).mean()
         elif not any(p.requires_grad for p in parameters):
             norms[name] = torch.zeros(())
     return norms
