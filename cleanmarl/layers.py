@@ -380,18 +380,24 @@ def as_numpy(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
         return numpy_recurrent(network)
     layers = numpy_layers(network)
     if layers is None:
-        device = next((p.device for p in network.parameters()), None)
-
-        def through_torch(x: np.ndarray) -> np.ndarray:
-            with torch.no_grad():
-                return network(torch.as_tensor(x, device=device)).cpu().numpy()
-
-        return through_torch
+        return through_torch(network)
 
     def forward(x: np.ndarray) -> np.ndarray:
         for layer in layers:
             x = layer(x)
         return x
+
+    return forward
+
+
+def through_torch(network: nn.Module) -> Callable[..., Any]:
+    """The network as it is, on arrays."""
+    device = next((p.device for p in network.parameters()), None)
+
+    @torch.no_grad()
+    def forward(*arrays: np.ndarray) -> Any:
+        out = network(*(torch.as_tensor(x, device=device) for x in arrays))
+        return tuple(x.cpu().numpy() for x in out) if isinstance(out, tuple) else out.cpu().numpy()
 
     return forward
 
@@ -451,14 +457,7 @@ def numpy_normalize(layer: RunningMeanStd):
 def numpy_recurrent(network: Recurrent):
     layers = [(isinstance(layer, StackedCell), numpy_layers(layer)) for layer in network]
     if type(network) is not Recurrent or is_watched(network) or any(functions is None for _, functions in layers):
-        device = next((p.device for p in network.parameters()), None)
-
-        def through_torch(x: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            with torch.no_grad():
-                out, after = network(*(torch.as_tensor(array, device=device) for array in (x, memory)))
-                return out.cpu().numpy(), after.cpu().numpy()
-
-        return through_torch
+        return through_torch(network)
 
     ends = np.cumsum([cell.memory_size for cell in network.cells]).tolist()
 
