@@ -229,12 +229,8 @@ class StackedLSTM(StackedCell):
             return super().forward(x, state, forget, last)
         # What torch's own LSTM can do, all steps in one call, it does in a quarter of the time.
         x, rows = x.reshape(-1, state[..., 0].numel(), x.shape[-1]), state.flatten(0, 1)[None]
-        weights = (
-            self.weight_ih[0].T.contiguous(),
-            self.weight_hh[0].T.contiguous(),
-            self.bias_ih[0, 0],
-            self.bias_hh[0, 0],
-        )
+        weights = [w[0].T.contiguous() for w in (self.weight_ih, self.weight_hh)]
+        weights += [self.bias_ih[0, 0], self.bias_hh[0, 0]]
         h_and_c = tuple(part.contiguous() for part in rows.chunk(2, -1))
         out, *after = torch.lstm(x, h_and_c, weights, True, 1, 0.0, True, False, False)  # True: cuDNN learns only so
         return out.reshape(-1, state.shape[1], self.size_hidden), torch.cat(after, -1).view_as(state)
@@ -407,13 +403,8 @@ def numpy_layers(network: nn.Module) -> list[Callable] | None:
     if is_watched(network):
         return None
     if type(network) is nn.Sequential:
-        functions = []
-        for layer in network:
-            of_layer = numpy_layers(layer)
-            if of_layer is None:
-                return None
-            functions += of_layer
-        return functions
+        parts = [numpy_layers(layer) for layer in network]
+        return None if None in parts else [function for part in parts for function in part or ()]
     make = NUMPY_LAYERS.get(type(network))
     return make and [make(network)]
 
@@ -424,10 +415,7 @@ def is_watched(network: nn.Module) -> bool:
 
 
 def numpy_linear(layer: nn.Linear):
-    weight = to_numpy(layer.weight).T
-    if layer.bias is None:
-        return lambda x: x @ weight
-    bias = to_numpy(layer.bias)
+    weight, bias = to_numpy(layer.weight).T, 0 if layer.bias is None else to_numpy(layer.bias)
     return lambda x: x @ weight + bias
 
 
