@@ -92,10 +92,9 @@ class Run:
         if args.capture_video:
             import_optional("moviepy", "--capture-video")
         for name, module in modules.items():  # or the first checkpoint would be the end
-            bad = not_finite(module.state_dict(), name)
-            check(
-                bad is None, f"{bad} is not finite; persistent=False keeps a buffer, as of a mask, out of checkpoints"
-            )
+            if bad := not_finite(module.state_dict(), name):
+                hint = "persistent=False keeps a buffer, as of a mask, out of checkpoints"
+                raise UsageError(f"{bad} is not finite; {hint}")
             for p in not_held(module, modules) if isinstance(module, torch.optim.Optimizer) else ():
                 hint = "give Run its module, too: Run(args, __file__, agent=agent, predictor=predictor, ...)"
                 raise UsageError(f"{name} learns a parameter {tuple(p.shape)} that no checkpoint would hold; {hint}")
@@ -216,7 +215,7 @@ class Run:
             if error_type is None:
                 self._finish()
             elif issubclass(error_type, Exception) and not issubclass(error_type, NonFiniteError | WriteError):
-                self._save_before(error)
+                self._save_before_error()
             elif issubclass(error_type, SystemExit) and self.last_checkpoint < self.step:
                 self.envs = None
                 self.save()  # of several runs in one process another one had the signal
@@ -241,7 +240,7 @@ class Run:
         self._print(f"  curves: tensorboard --logdir {shlex.quote(str(self.folder))}")
         self._print(f"  play:   python -m cleanmarl.enjoy {shlex.quote(str(self.folder))}")
 
-    def _save_before(self, error: Exception) -> None:
+    def _save_before_error(self) -> None:
         """An environment that died should not cost the run. Where the others are is of no use: all begin anew."""
         self.envs = None
         try:
