@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
+from cleanmarl.checkpoint import load_checkpoint, load_states
 from cleanmarl.cli import (
     PositiveInt,
     UsageError,
@@ -28,7 +29,6 @@ from cleanmarl.cli import (
 )
 from cleanmarl.envs import EnvError, WorkerError
 from cleanmarl.evaluate import FilmError, Window, evaluate, pictures_per_second, save_video
-from cleanmarl.run import load_checkpoint, load_states
 
 import cloudpickle
 import numpy as np
@@ -158,9 +158,8 @@ def main(args: Args) -> dict[str, float]:
     """Play the episodes, print and return their statistics; UsageError if the folder cannot be played."""
     check_ranges(args)
     check(args.video is None or args.video.suffix in (".mp4", ".gif"), f"--video {args.video} must end in .mp4 or .gif")
-    check(
-        not (args.render and args.video), "--render shows the episodes in a window, --video films them: one of the two"
-    )
+    message = "--render shows the episodes in a window, --video films them: one of the two"
+    check(not (args.render and args.video), message)
     if args.video:
         import_optional("moviepy", "--video")
         check_place(args.video)
