@@ -6,7 +6,7 @@ import mmap
 import os
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,8 @@ def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
         try:
             module.load_state_dict(checkpoint["modules"][name])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UsageError(
-                f"the {name} of {checkpoint_path(Path(path))} does not fit the script as it is ({reason})"
-            ) from error
+            file, reason = checkpoint_path(Path(path)), " ".join(str(error).split())[:200]
+            raise UsageError(f"the {name} of {file} does not fit the script as it is ({reason})") from error
 
 
 def not_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> list[torch.Tensor]:
@@ -115,20 +113,21 @@ def not_finite(x: Any, name: str) -> str | None:
 
 def as_tensors(x: Any) -> Any:
     """Nested dicts, lists and tuples with their arrays as tensors."""
-    if isinstance(x, dict):
-        return {key: as_tensors(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return list(map(as_tensors, x)) if isinstance(x, list) else tuple(map(as_tensors, x))
-    return torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
+    return of_each(lambda x: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x, x)
 
 
 def as_arrays(x: Any) -> Any:
     """Nested dicts, lists and tuples with their tensors as arrays."""
+    return of_each(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, x)
+
+
+def of_each(function: Callable[[Any], Any], x: Any) -> Any:
+    """`function` of each thing in nested dicts, lists and tuples, in the same nest."""
     if isinstance(x, dict):
-        return {key: as_arrays(value) for key, value in x.items()}
+        return {key: of_each(function, value) for key, value in x.items()}
     if isinstance(x, list | tuple):
-        return list(map(as_arrays, x)) if isinstance(x, list) else tuple(map(as_arrays, x))
-    return x.numpy() if isinstance(x, torch.Tensor) else x
+        return (list if isinstance(x, list) else tuple)(of_each(function, value) for value in x)
+    return function(x)
 
 
 def random_state() -> dict[str, Any]:
