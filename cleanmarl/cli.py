@@ -79,9 +79,8 @@ def memory_error(error: Exception) -> str | None:
     no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     no_memory |= isinstance(error, OSError) and error.errno == errno.ENOMEM
     # no machine has it, and so nobody tries
-    no_memory |= bool(
-        re.search("size calculation overflowed|is too big|Maximum allowed dimension|fit into a C int", line)
-    )
+    too_big = "size calculation overflowed|is too big|Maximum allowed dimension|fit into a C int"
+    no_memory |= re.search(too_big, line) is not None
     return (line or "no details") if no_memory else None
 
 
@@ -426,10 +425,8 @@ def what_to_say(error: Exception) -> tuple[str, int] | None:
         # the compiler is there, and this loss is too much for it; torch has said more before
         reason = str(error.inner_exception).strip().partition("\n")[0]
         return f"--compile cannot compile a loss of this script here ({reason}); run it without", 1
-    # gloo's and NCCL's ways to say it
-    is_lost = isinstance(error, torch.distributed.DistError) or re.search(
-        "Connection (closed|reset) by peer|Broken pipe|onnection was closed|Socket Timeout", str(error)
-    )
+    lost = "Connection (closed|reset) by peer|Broken pipe|onnection was closed|Socket Timeout"  # gloo's and NCCL's
+    is_lost = isinstance(error, torch.distributed.DistError) or re.search(lost, str(error))
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and is_lost:
         return "another process of this run has ended, and so does this one", 1
     return None
