@@ -193,9 +193,8 @@ def check_actions(env_id: str, agents: tuple[str, ...], action, mask: np.ndarray
     legal, whole = ((action[..., None] == np.arange(mask.shape[-1])) & mask).any(-1), action.dtype.kind in "iu"
     if not (whole and legal.all()):
         n, a = np.unravel_index(legal.argmin(), legal.shape)
-        why = (
-            f"illegal, legal are {np.flatnonzero(mask[n, a]).tolist()}" if whole else f"no integer, but {action.dtype}"
-        )
+        choices = np.flatnonzero(mask[n, a]).tolist()
+        why = f"illegal, legal are {choices}" if whole else f"no integer, but {action.dtype}"
         raise EnvError(f"{env_id}: environment {n}, agent {agents[a]}: action {action[n, a]} is {why}")
     return action.astype(np.int64, copy=False)
 
@@ -241,9 +240,8 @@ def make(
         near = [f"{near[0]}/{name}"] if near else [f"{f}/..." for f in FAMILIES]
         near = [f"pz/{env_id}"] if ":" in env_id else near  # a class of the user's
         near = [f"mpe/{env_id}"] if env_id.startswith("simple") else near
-        raise EnvError(
-            f"unknown environment {env_id!r}: multi-agent ids are family/name; did you mean {' or '.join(near)}?"
-        )
+        hint = f"multi-agent ids are family/name; did you mean {' or '.join(near)}?"
+        raise EnvError(f"unknown environment {env_id!r}: {hint}")
     envs = importlib.import_module(f"cleanmarl.envs.{family}").make(name, num_envs, **options)
     try:
         check_spaces(env_id, envs, discrete, pictures)
@@ -263,10 +261,8 @@ def check_spaces(env_id: str, envs: MultiAgentVectorEnv, discrete: bool | None, 
         raise EnvError(f"{env_id} has {has} actions and this script needs {needs} ones: try {hint}")
     if len(envs.single_observation_space.shape) > 2 and not pictures:
         shape = envs.single_observation_space.shape[1:]
-        raise EnvError(
-            f"{env_id} has pictures {shape} and this script needs vectors: "
-            'see docs/environments.md, "Pictures for many agents"'
-        )
+        hint = 'see docs/environments.md, "Pictures for many agents"'
+        raise EnvError(f"{env_id} has pictures {shape} and this script needs vectors: {hint}")
 
 
 def split_options(env_id: str) -> tuple[str, dict[str, Any]]:
@@ -390,9 +386,8 @@ def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
     if not isinstance(space, gym.spaces.Box | gym.spaces.Discrete):
         raise EnvError(f"this script needs Box or Discrete observations and {env_id} has {space}")
     if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3:
-        raise EnvError(
-            f"{env_id} has pictures {space.shape} and this script needs vectors: see ppo_atari.py, which has a CNN"
-        )
+        hint = "see ppo_atari.py, which has a CNN"
+        raise EnvError(f"{env_id} has pictures {space.shape} and this script needs vectors: {hint}")
     is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
     return env if is_vector else gym.wrappers.FlattenObservation(env)
 
@@ -485,9 +480,8 @@ def make_gymnasium(
             gym.register_envs(ale_py)
             ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner for each environment
         except ImportError as error:
-            raise EnvError(
-                f"{env_id} needs the package ale-py: python bootstrap.py atari, or pip install ale-py"
-            ) from error
+            how = "python bootstrap.py atari, or pip install ale-py"
+            raise EnvError(f"{env_id} needs the package ale-py: {how}") from error
     if options.get("render_mode") == "rgb_array":
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
     needed: list[Callable] = [functools.partial(Checked, env_id=env_id)]
