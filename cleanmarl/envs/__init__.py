@@ -380,12 +380,16 @@ class OwnFinal(gym.Wrapper):
         return obs, reward, termination, truncation, info
 
 
+def is_picture(space: gym.Space) -> bool:
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+
+
 def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
     """`env` with observations (D,): Box flattened, Discrete one-hot. EnvError for pictures and for other spaces."""
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box | gym.spaces.Discrete):
         raise EnvError(f"this script needs Box or Discrete observations and {env_id} has {space}")
-    if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3:
+    if is_picture(space):
         hint = "see ppo_atari.py, which has a CNN"
         raise EnvError(f"{env_id} has pictures {space.shape} and this script needs vectors: {hint}")
     is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1

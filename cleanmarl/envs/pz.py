@@ -46,6 +46,7 @@ from cleanmarl.envs import (
     called,
     env_seeds,
     import_own,
+    is_picture,
     own_name,
     search_working_folder,
     unknown_name,
@@ -308,10 +309,6 @@ class Layout:
         }
 
 
-def is_picture(space: spaces.Space) -> bool:
-    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
-
-
 def pictures(*shape: int) -> spaces.Box:
     return spaces.Box(0, 255, shape, np.uint8)
 
@@ -403,9 +400,8 @@ class Block:
         if done and self.layout.has_battles:
             self.battle_won[i] = env.battle_won
         if done:  # agent_mask still has those who lived until now: they have a last observation
-            self.layout.check_all(
-                [agents[a] for a in np.flatnonzero(cut_off)], "whose last step it was", observations=obs
-            )
+            last = [agents[a] for a in np.flatnonzero(cut_off)]
+            self.layout.check_all(last, "whose last step it was", observations=obs)
             self.final_agent_mask[i] = alive & ~terminated
             if self.truncation[i]:  # who dies in its last step is as dead to critics as who died before
                 self.agent_mask[i] = self.final_agent_mask[i]
