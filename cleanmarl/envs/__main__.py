@@ -140,9 +140,7 @@ def original(family: str, name: str, clock: Clock = time.perf_counter, **options
             return parallel_steps(importlib.import_module(f"mpe2.{name}").parallel_env(**options), clock)
     if family == "pz":
         return parallel_steps(module.build(name, options), clock)
-    if family == "lbf":
-        return tuple_steps(module.package_env(name, **options), clock)
-    if family == "rware":
+    if family in ("lbf", "rware"):
         return tuple_steps(module.package_env(name, **options), clock)
     if family == "smaclite":
         options.pop("max_steps", None)  # the package has no time limit

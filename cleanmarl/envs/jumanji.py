@@ -116,9 +116,8 @@ class JumanjiVectorEnv(MultiAgentVectorEnv):
         self.pool: Any = None  # of a class of this task's own
         spec = envpool.make_spec(name)
         self.time_limit = spec.config.max_episode_steps
-        self.new_pool = functools.partial(
-            envpool.make, name, "gymnasium", num_envs=num_envs, num_threads=1, render_mode=render_mode
-        )
+        options = {"num_envs": num_envs, "num_threads": 1, "render_mode": render_mode}
+        self.new_pool = functools.partial(envpool.make, name, "gymnasium", **options)
         self.bare_recv = EnvPoolMixin.recv
         self.observe = TASKS[name]
         spaces = {key: space for key, space in spec.observation_space.items() if key != "step_count"}
@@ -188,10 +187,9 @@ class JumanjiVectorEnv(MultiAgentVectorEnv):
     def _vectors(self, raw: Raw) -> tuple[np.ndarray, np.ndarray]:
         """obs (n, A, D) and state (n, S) of n environments, float32; both end with the share of time that is used."""
         obs, state = self.observe(raw)
-        time = raw["step_count"] / self.time_limit
-        obs = np.concatenate(
-            [obs, np.broadcast_to(time[:, None, None], (*obs.shape[:2], 1))], axis=-1, dtype=np.float32
-        )
+        time = raw["step_count"] / self.time_limit  # (n,)
+        of_agents = np.broadcast_to(time[:, None, None], (*obs.shape[:2], 1))
+        obs = np.concatenate([obs, of_agents], axis=-1, dtype=np.float32)
         return obs, np.concatenate([state, time[:, None]], axis=-1, dtype=np.float32)
 
     def _info(self, state: np.ndarray) -> dict[str, np.ndarray]:

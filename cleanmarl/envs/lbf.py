@@ -15,9 +15,9 @@ has ids of up to 4 foods; for more, such as the 15x15 tasks with 5f of the paper
                     from where players stood at the end of the last episode, so a start would depend on the past
 
 The package draws how an episode starts; what follows are arrays of all environments, equal to the package's step for
-step. Source: Papoudakis et al. 2021, "Benchmarking multi-agent deep
-reinforcement learning algorithms in cooperative tasks" (https://arxiv.org/abs/2006.07869), whose code, EPyMARL, adds up
-the rewards of all agents: compare its returns with the sum over agents.
+step. Source: Papoudakis et al. 2021, "Benchmarking multi-agent deep reinforcement learning algorithms in cooperative
+tasks" (https://arxiv.org/abs/2006.07869), whose code, EPyMARL, adds up the rewards of all agents: compare its returns
+with the sum over agents.
 """
 
 import re
