@@ -245,10 +245,8 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     device = next(agent.parameters()).device
     obs, action, log_prob = (torch.from_numpy(x).to(device) for x in (rollout.obs, rollout.action, rollout.log_prob))
     value = agent.critic(obs).squeeze(-1)
-    next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1)
-    advantage = gae(
-        rollout.reward, value.cpu().numpy(), next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda
-    )
+    next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1).cpu().numpy()
+    advantage = gae(rollout.reward, value.cpu().numpy(), next_value, rollout.done, args.gamma, args.gae_lambda)
     advantage = torch.from_numpy(advantage).to(device)
     return_ = advantage + value  # detail core-5: TD(lambda) returns
     return Batch(*(x.flatten(0, 1) for x in (obs, action, log_prob, advantage, return_, value)))
