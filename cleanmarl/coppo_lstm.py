@@ -394,8 +394,7 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
 @compilable
 def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
     """The loss (1,) or (A,) of each critic."""
-    seen = batch.state, batch.obs, batch.alive
-    new_value, _ = agent.normalized_value(*seen, batch.critic_memory, batch.forget)
+    new_value, _ = agent.normalized_value(batch.state, batch.obs, batch.alive, batch.critic_memory, batch.forget)
     delta = args.huber_delta or float("inf")
     value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)  # detail mappo-4: Huber loss
     if args.value_clip_coef > 0:  # detail mappo-5: the larger of the errors with and without clipping

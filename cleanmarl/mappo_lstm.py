@@ -334,8 +334,7 @@ def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
     policy_loss = -agent.mean(surrogate, batch.alive)
     entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
 
-    seen = batch.state, batch.obs, batch.alive
-    new_value, _ = agent.normalized_value(*seen, batch.critic_memory, batch.forget)
+    new_value, _ = agent.normalized_value(batch.state, batch.obs, batch.alive, batch.critic_memory, batch.forget)
     delta = args.huber_delta or float("inf")
     value_error = F.huber_loss(new_value, batch.return_, reduction="none", delta=delta)  # detail mappo-4: Huber loss
     if args.value_clip_coef > 0:  # detail mappo-5: the larger of the errors with and without clipping
