@@ -327,9 +327,8 @@ def ippo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dic
 def update(agent: Agent, networks: Networks, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     num_rows, M = len(batch.action), len(networks)
-    epochs, max_norms, target_kl = (
-        np.broadcast_to(x, M) for x in (args.update_epochs, args.max_grad_norm, args.target_kl)
-    )
+    settings = args.update_epochs, args.max_grad_norm, args.target_kl
+    epochs, max_norms, target_kl = (np.broadcast_to(x, M) for x in settings)  # (M,)
     active = np.ones(M, bool)  # networks that still learn from this rollout
     all_stats = []
     for epoch in range(epochs.max()):
@@ -348,7 +347,7 @@ def update(agent: Agent, networks: Networks, optimizer: torch.optim.Optimizer, b
             loss.backward()
             networks.take_gradients(active=np.flatnonzero(active))
             for parameters, max_norm in zip(networks, max_norms):  # of an agent's two networks together
-                torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+                nn.utils.clip_grad_norm_(parameters, max_norm)
             optimizer.step()
             all_stats.append(stats)
         if "kl-adaptive" in args.lr_schedule:
@@ -379,11 +378,9 @@ def check_per_agent(args: Args, num_agents: int) -> None:
     for name, values in vars(args).items():
         if isinstance(values, tuple):
             one_network = args.share_parameters and name not in of_rewards
-            message = f"one value or one for each of {num_agents} agents"
-            message = "one value with --share-parameters" if one_network else message
-            check(
-                len(values) in (1, 1 if one_network else num_agents), f"{flag(name)} takes {message}, not {len(values)}"
-            )
+            lengths = {1} if one_network else {1, num_agents}
+            takes = "with --share-parameters" if one_network else f"or one for each of {num_agents} agents"
+            check(len(values) in lengths, f"{flag(name)} takes one value {takes}, not {len(values)}")
 
 
 def main(args: Args) -> Path:
