@@ -99,7 +99,7 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.actor_hidden_dim
+        (A, K), hidden = envs.real_actions.shape, args.actor_hidden_dim
         obs_size = envs.single_observation_space.shape[-1] + (A if args.agent_ids else 0)
         layers = [AgentIds(A) if args.agent_ids else nn.Identity(), nn.Linear(obs_size, hidden), nn.ReLU()]
         for _ in range(args.actor_num_layers):
@@ -123,7 +123,7 @@ class Critic(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.critic_hidden_dim
+        (A, K), hidden = envs.real_actions.shape, args.critic_hidden_dim
         M = A if args.individual_critics else 1
         self.critic, self.critic2 = (self.network(M, A, K, envs.state_size, hidden, args) for _ in range(2))
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it

@@ -117,7 +117,7 @@ class Agent(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        A, K, hidden = envs.num_agents, envs.real_actions.shape[1], args.hidden_dim
+        (A, K), hidden = envs.real_actions.shape, args.hidden_dim
         obs_size = envs.single_observation_space.shape[-1] + (A if args.agent_ids else 0)
         layers = [AgentIds(A) if args.agent_ids else nn.Identity(), nn.Linear(obs_size, hidden), nn.ReLU()]
         for _ in range(args.num_layers):
