@@ -356,7 +356,7 @@ def main(args: Args) -> Path:
     if args.optimizer == "Adam":
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
     else:
-        optimizer = torch.optim.RMSprop(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+        optimizer = torch.optim.RMSprop(agent.parameters(), lr=args.learning_rate, alpha=0.99, eps=1e-5)
     check_replay_size(envs, args)
     buffer = Buffer(envs, args)
 
