@@ -134,9 +134,9 @@ class Agent(nn.Module):
 
     def others_actions(self, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """For each agent the actions of all living ones but itself: action, alive (R, A) -> (R, A, A K), one-hot."""
-        one_hot = F.one_hot(action, self.num_actions) * alive[..., None]
-        itself = torch.eye(action.shape[1], device=action.device)
-        return (one_hot[:, None] * (1 - itself)[..., None]).flatten(2)
+        one_hot = F.one_hot(action, self.num_actions) * alive[..., None]  # (R, A, K)
+        others = 1 - torch.eye(action.shape[1], device=action.device)[..., None]  # (A, A, 1)
+        return (one_hot[:, None] * others).flatten(2)
 
     def values(self, critic: nn.Module, state, obs, alive, others) -> torch.Tensor:
         """Values (R, A, K) of each action of each agent beside the others', by `critic` or `target_critic`.

@@ -205,9 +205,9 @@ class Agent(nn.Module):
 
     def others_actions(self, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """For each agent the actions of all living ones but itself: action, alive (R, A) -> (R, A, A K), one-hot."""
-        one_hot = F.one_hot(action, self.num_actions) * alive[..., None]
-        itself = torch.eye(action.shape[1], device=action.device)
-        return (one_hot[:, None] * (1 - itself)[..., None]).flatten(2)
+        one_hot = F.one_hot(action, self.num_actions) * alive[..., None]  # (R, A, K)
+        others = 1 - torch.eye(action.shape[1], device=action.device)[..., None]  # (A, A, 1)
+        return (one_hot[:, None] * others).flatten(2)
 
     def normalized_values(self, state, obs, alive, action) -> torch.Tensor:
         """Values as the critics predict them: (R, A, 1) of the state, or (R, A, K) of each action, given the others'.
@@ -409,7 +409,7 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
         policy_loss = -agent.mixing(surrogate * batch.alive, batch.state).mean(0)
     entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
 
-    loss = policy_loss.sum() - args.ent_coef * entropy.sum()
+    loss = policy_loss.sum() - args.ent_coef * entropy.sum()  # apart: a mixed objective is (1,), entropies may be (A,)
     with torch.no_grad():
         spread = (others - agent.mean(others, batch.alive)).square()
         stats = {
