@@ -316,8 +316,8 @@ def main(args: Args) -> Path | None:
     first = math.ceil(batch_size / args.num_envs) * slot_size
     message = f"--total-timesteps {args.total_timesteps} is less than the {first} steps of one batch"
     check(args.total_timesteps >= first, message)
-    own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else args.device
-    device = set_up(replace(args, device=own))
+    local = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if args.device == "cuda" else args.device
+    device = set_up(replace(args, device=local))
 
     envs = make_envs(args, 1)
     check_unrolls_size(args, unroll_dtype(envs, args))
