@@ -10,7 +10,7 @@ have one actor and one critic, which tell them apart by a one-hot id. Where rewa
 mean of those of its living agents.
 
 Papers: Wang et al. 2021 (arXiv:2007.12322); Precup et al. 2000, "Eligibility traces for off-policy policy evaluation".
-Parent: vdn.py, whose sum becomes a critic, that of the actors of coma.py.
+Parent: vdn.py, whose sum becomes the critic of actors, which learn from it as those of coma.py do.
 """
 
 import copy
