@@ -426,10 +426,8 @@ class Block:
             if not alive[a] or agent not in obs:
                 obs_rows[i, a], mask_rows[i, a], mask_rows[i, a, 0] = 0, False, True
                 continue
-            value, mask = obs[agent], info.get(agent, {}).get("action_mask")
-            if lay.masked[a]:
-                mask = value["action_mask"]
-            value = lay.seen(a, value)
+            mask = obs[agent]["action_mask"] if lay.masked[a] else info.get(agent, {}).get("action_mask")
+            value = lay.seen(a, obs[agent])
             if lay.has_pictures:
                 obs_rows[i, a] = value
             else:

@@ -142,9 +142,8 @@ class Game:
 
     def _see(self, obs, state):
         mask = jax.vmap(self.env.get_avail_actions)(state)
-        stacked = (jnp.stack([each[agent] for agent in self.env.agents], axis=1) for each in (obs, mask))
-        obs_, mask = stacked
-        return obs_, obs["world_state"], mask.astype(bool), state.state.unit_alive
+        seen, legal = (jnp.stack([each[agent] for agent in self.env.agents], axis=1) for each in (obs, mask))
+        return seen, obs["world_state"], legal.astype(bool), state.state.unit_alive
 
 
 def split(keys):
