@@ -115,10 +115,8 @@ def save_video(frames: list[np.ndarray], path: Path, fps: int) -> None:
     try:
         clip = moviepy.ImageSequenceClip(frames, fps=fps)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".gif":
-            clip.write_gif(str(path), logger=None)
-        else:
-            clip.write_videofile(str(path), logger=None)
+        write = clip.write_gif if path.suffix == ".gif" else clip.write_videofile
+        write(str(path), logger=None)
     except Exception as error:  # of the disk, of ffmpeg
         raise FilmError(f"{path} cannot be written: {' '.join(str(error).split())[:200]}") from error
 
