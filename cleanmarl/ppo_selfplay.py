@@ -95,10 +95,10 @@ def random_policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
     """Games for player 0 against random moves, as they are evaluated and shown; UsageError for what is no such game."""
-    message = f"this script needs a zero-sum two-player game of perfect information, and {args.env_id} is none of them"
     own = args.env_id.removeprefix("pgx/")  # as ippo.py calls them
     check(own == args.env_id or own not in GAMES, f"this script knows {args.env_id} as --env-id {own}")
     envpool_spec(args.env_id)  # its error names near ids
+    message = f"this script needs a zero-sum two-player game of perfect information, and {args.env_id} is none of them"
     check(args.env_id in GAMES, f"{message}: {', '.join(GAMES)}")
     return Against(Games(args.env_id, num_envs, **options), random_policy)
 
