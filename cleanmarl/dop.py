@@ -295,12 +295,12 @@ def critic_targets(agent: Agent, target_critic: Critic, batch: Batch, on_policy:
     log_probs = agent.logits(batch.obs, batch.action_mask).log_softmax(-1)
     q = target_critic.values(batch.state, batch.obs)
     # detail dop-3: as the critic is linear, its mean over joint actions is that of each agent's mean over its own
-    expected = target_critic.mix((log_probs.exp() * q).sum(-1), batch.state, batch.alive)[:, 1:]
+    expected = target_critic.mix((log_probs.exp() * q).sum(-1), batch.state, batch.alive)[:, 1:]  # (B, T, 1)
     state, alive = batch.state[:, :-1], batch.alive[:, :-1]
-    taken = target_critic.mix(of_action(q[:, :-1], batch.action), state, alive)
+    taken = target_critic.mix(of_action(q[:, :-1], batch.action), state, alive)  # (B, T, 1)
     if on_policy:  # detail dop-4: TD(lambda) with the next action that was taken; after the last one, with the mean
         following = torch.where(batch.weight[:, 1:] > 0, taken[:, 1:], expected[:, :-1])
-        following = torch.cat([following, expected[:, -1:]], dim=1)
+        following = torch.cat([following, expected[:, -1:]], dim=1)  # (B, T, 1)
         return lambda_return(batch, taken, following, torch.ones_like(taken), args.gamma, args.td_lambda)
     # detail dop-3: tree backup goes on as far as the policy would have done the same
     log_prob = of_action(log_probs[:, :-1], batch.action) * alive  # the dead choose nothing

@@ -326,7 +326,7 @@ def td_targets(q: torch.Tensor, target_agent: Agent, batch: Batch, args: Args) -
     target_q = target_agent.values(batch)
     chooser = q if args.double_q else target_q  # detail vdn-3: double Q-learning
     best = chooser.masked_fill(~batch.action_mask, -torch.inf).argmax(-1, keepdim=True)
-    following = target_agent.mix(target_q.gather(-1, best).squeeze(-1), batch.alive, batch.state)[:, 1:]
+    following = target_agent.mix(target_q.gather(-1, best).squeeze(-1), batch.alive, batch.state)[:, 1:]  # (B, T, 1)
     target = batch.reward + args.gamma * batch.goes_on * following
     for t in reversed(range(target.shape[1] - 1)) if args.td_lambda > 0 else ():  # detail vdn-4: TD(lambda)
         later = batch.weight[:, t + 1] * (target[:, t + 1] - following[:, t])
