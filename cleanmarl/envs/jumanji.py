@@ -154,11 +154,7 @@ class JumanjiVectorEnv(MultiAgentVectorEnv):
         self.action_mask = legal(raw)
         done, end = termination | truncation, {}
         if done.any():
-            final = {"final_obs": obs, "final_state": state}
-            final |= {"final_action_mask": self.action_mask, "final_agent_mask": self.agent_mask}
-            for key, value in final.items():
-                end[key] = np.zeros_like(value)
-                end[key][done] = value[done]
+            end = {f"final_{key}": (x.T * done).T for key, x in {"obs": obs, **self._info(state)}.items()}
             end["_final_obs"] = done.copy()
             self.statistics.end(done, end)
             raw, _ = self.pool.reset(np.flatnonzero(done).astype(np.int32))
