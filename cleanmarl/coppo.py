@@ -303,7 +303,7 @@ def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, 
     product = (log_ratio.sum(1, keepdim=True) - log_ratio).exp()
     if args.clip_separately:
         # in logarithms, so that rounding changes no product of ratios of which none is clipped
-        log_clipped = torch.clamp(log_ratio, *(math.log(x) if x > 0 else -math.inf for x in (low, high)))
+        log_clipped = torch.clamp(log_ratio, math.log(low) if low > 0 else -math.inf, math.log(high))
         return product, (log_clipped.sum(1, keepdim=True) - log_clipped).exp()
     return product, torch.clamp(product, low, high)  # detail coppo-2: double clipping, this is the inner one
 
