@@ -133,18 +133,18 @@ def act(q: np.ndarray, action_mask: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def first_memory(agent: Agent, num_envs: int, num_agents: int) -> np.ndarray:
-    """Of each agent its last action and what the network remembers, (N, A, K + S), before anything was seen or done."""
+    """Of each agent its last action and what the network remembers, (N, A, K + H), before anything was seen or done."""
     return np.zeros((num_envs, num_agents, agent.num_actions + agent.q_network.memory_size), np.float32)
 
 
 def look(agent: Agent, q_network, obs: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values (N, A, K) of all actions and what to remember (N, A, S); obs (N, A, D), memory as in `first_memory`."""
+    """Values (N, A, K) of all actions and what to remember (N, A, H); obs (N, A, D), memory as in `first_memory`."""
     last_action, state = np.split(memory, [agent.num_actions], axis=-1)
     return q_network(np.concatenate([obs, last_action], axis=-1), state)
 
 
 def remember(agent: Agent, action: np.ndarray, state: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """The memory after an action (N, A), of the form of `first_memory`; state (N, A, S), alive (N, A) bool."""
+    """The memory after an action (N, A), of the form of `first_memory`; state (N, A, H), alive (N, A) bool."""
     memory = np.concatenate([np.eye(agent.num_actions, dtype=np.float32)[action], state], axis=-1)
     memory[~alive] = 0  # detail recurrent-1: the dead forget
     return memory
