@@ -199,9 +199,10 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
     batch = {name: torch.from_numpy(unrolls[name].swapaxes(0, 1).copy()).to(device) for name in names}  # (T, B, ...)
     done = batch["termination"] | batch["truncation"]
 
-    log_probs = agent.actor(batch["obs"][:-1]).log_softmax(-1)  # (T, B, K)
+    T, B = done.shape
+    log_probs = agent.actor(batch["obs"][:-1].flatten(0, 1)).log_softmax(-1).view(T, B, -1)  # (T, B, K)
     log_prob = log_probs.gather(-1, batch["action"][..., None]).squeeze(-1)
-    value = agent.critic(batch["obs"]).squeeze(-1)  # (T + 1, B)
+    value = agent.critic(batch["obs"].flatten(0, 1)).view(T + 1, B)
     with torch.no_grad():
         log_rho = log_prob - batch["log_prob"]
         next_value = value[1:] * ~batch["termination"]

@@ -226,8 +226,10 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Te
     done = batch["termination"] | batch["truncation"]
 
     reward = agent.scale_reward(batch["reward"])
-    log_prob = gaussian_log_prob(batch["action"], agent.actor(batch["obs"][:-1]), agent.log_std)
-    value = agent.critic(batch["obs"]).squeeze(-1)  # (T + 1, B)
+    T, B = done.shape
+    mean = agent.actor(batch["obs"][:-1].flatten(0, 1)).view(T, B, -1)  # (T, B, K)
+    log_prob = gaussian_log_prob(batch["action"], mean, agent.log_std)
+    value = agent.critic(batch["obs"].flatten(0, 1)).view(T + 1, B)
     with torch.no_grad():
         log_rho = log_prob - batch["log_prob"]
         next_value = value[1:] * ~batch["termination"]

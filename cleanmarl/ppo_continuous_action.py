@@ -221,7 +221,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
             if args.time_limit_bootstrap:
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.from_numpy(agent.normalize_obs(info["final_obs"][n])).to(device)
-                    rollout.reward[t, n] += args.gamma * agent.critic(final_obs).item()
+                    rollout.reward[t, n] += args.gamma * agent.critic(final_obs[None]).item()
     run.check_rollout(rollout._replace(obs=raw_obs), obs)
     action, log_std = torch.from_numpy(rollout.action), agent.log_std.cpu()
     rollout.log_prob[:] = gaussian_log_prob(action, torch.from_numpy(mean), log_std)
@@ -244,7 +244,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     """Values, advantages and returns of a rollout; next_obs (N, D) is the observation that follows it."""
     device = next(agent.parameters()).device
     obs, action, log_prob = (torch.from_numpy(x).to(device) for x in (rollout.obs, rollout.action, rollout.log_prob))
-    value = agent.critic(obs).squeeze(-1)
+    value = agent.critic(obs.flatten(0, 1)).view(rollout.reward.shape)  # (T, N)
     next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1).cpu().numpy()
     advantage = gae(rollout.reward, value.cpu().numpy(), next_value, rollout.done, args.gamma, args.gae_lambda)
     advantage = torch.from_numpy(advantage).to(device)

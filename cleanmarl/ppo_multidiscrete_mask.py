@@ -238,7 +238,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
             if args.time_limit_bootstrap:
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.as_tensor(info["final_obs"][n], dtype=torch.float32, device=device)
-                    rollout.reward[t, n] += args.gamma * agent.critic(final_obs).item()
+                    rollout.reward[t, n] += args.gamma * agent.critic(final_obs[None]).item()
     run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1).sum(-1)
@@ -261,7 +261,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     """Values, advantages and returns of a rollout; next_obs (N, D) is the observation that follows it."""
     device = next(agent.parameters()).device
     obs, action, log_prob = (torch.from_numpy(x).to(device) for x in (rollout.obs, rollout.action, rollout.log_prob))
-    value = agent.critic(obs).squeeze(-1)
+    value = agent.critic(obs.flatten(0, 1)).view(rollout.reward.shape)  # (T, N)
     next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1).cpu().numpy()
     advantage = gae(rollout.reward, value.cpu().numpy(), next_value, rollout.done, args.gamma, args.gae_lambda)
     advantage = torch.from_numpy(advantage).to(device)

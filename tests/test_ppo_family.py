@@ -27,6 +27,9 @@ PPO = {  # script: what its environment needs
     "ppo_atari_multigpu": ["envpool"],
 }
 FRAMES = ["ppo_procgen", "ppo_atari", "ppo_atari_envpool", "ppo_atari_multigpu"]
+# time limits within a short rollout
+gym.register("Clock-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=5)
+gym.register("SwingUp-v0", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=5)
 VECTORS = ["ppo", "ppo_shared", "ppo_continuous_action"]
 COMPONENTS = ["ppo_multidiscrete", "ppo_multidiscrete_mask"]
 IMPALA = ["impala", "impala_continuous_action", "impala_atari_envpool"]
@@ -104,6 +107,26 @@ class FloatPictures(gym.Env):
 
     def step(self, action):
         return self.np_random.random(self.observation_space.shape, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("name", [*VECTORS, *COMPONENTS, *IMPALA[:2], "impala_replay"])
+def test_networks_see_rows_alone(name, monkeypatch, tmp_path):
+    """So that a copy may begin with nn.Flatten, or have a BatchNorm: observations (B, D), of steps, of time limits."""
+    need(*PPO.get(name, ["mujoco"] if name == "impala_continuous_action" else []))
+    script, seen = importlib.import_module(f"cleanmarl.{name}"), []
+
+    class Watched(script.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            for network in (self.actor, self.critic):
+                network.register_forward_pre_hook(lambda network, args: seen.append(args[0].ndim))
+
+    monkeypatch.setattr(script, "Agent", Watched)
+    small = {"total_timesteps": 512, "num_envs": 2, "eval_episodes": 1, "runs_dir": str(tmp_path)}
+    small |= {"num_steps": 128} if name in PPO else {"num_actors": 0, "unroll_length": 64, "updates_per_collect": 1}
+    small |= {} if name in COMPONENTS else {"env_id": "Clock-v0" if "continuous" not in name else "SwingUp-v0"}
+    script.main(script.Args(**small))
+    assert len(seen) > 8 and set(seen) == {2}
 
 
 @pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm", "ppo_atari_multigpu"])
