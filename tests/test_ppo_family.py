@@ -123,7 +123,8 @@ def test_networks_see_rows_alone(name, monkeypatch, tmp_path):
 
     monkeypatch.setattr(script, "Agent", Watched)
     small = {"total_timesteps": 512, "num_envs": 2, "eval_episodes": 1, "runs_dir": str(tmp_path)}
-    small |= {"num_steps": 128} if name in PPO else {"num_actors": 0, "unroll_length": 64, "updates_per_collect": 1}
+    rollout = {"num_steps": 128, "time_limit_bootstrap": True}
+    small |= rollout if name in PPO else {"num_actors": 0, "unroll_length": 64, "updates_per_collect": 1}
     small |= {} if name in COMPONENTS else {"env_id": "Clock-v0" if "continuous" not in name else "SwingUp-v0"}
     script.main(script.Args(**small))
     assert len(seen) > 8 and set(seen) == {2}
