@@ -9,7 +9,8 @@ spread() {  # script, number of seeds, folder of the runs, flags
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
         --env-ids mpe/simple_spread_v3 --runs-dir "runs/$3" -- "${@:4}"
 }
-for script in vdn qmix idqn; do spread $script 5 vdn_spread_long --total-timesteps 2000000; done
+for script in vdn idqn; do spread $script 5 vdn_spread_long --total-timesteps 2000000; done
+spread qmix 4 vdn_spread_long --total-timesteps 5000000
 spread qtran 5 vdn_spread_long --total-timesteps 5000000
 $PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script" \
     --command benchmark/baselines.sh
