@@ -93,8 +93,8 @@ def load(folders: list[Path], num_envs: int) -> dict[str, list[Policy]]:
 def main(args: Args) -> None:
     check_ranges(args)
     check(args.names[0] != args.names[1], f"--names {args.names[0]} {args.names[1]} are the same")
-    folders = sorted(path.parent for runs in args.runs for path in runs.glob("*/args.json"))
-    check(len(folders) > 0, f"no run folder in {' '.join(map(str, args.runs))}")
+    folders = sorted(path.parent for runs in args.runs for path in runs.glob("*/done.json"))
+    check(len(folders) > 0, f"no finished run in {' '.join(map(str, args.runs))}")
     policies = load(folders, min(args.episodes, 256))
     first = next(iter(policies.values()))[0]
     envs, env_id = first.envs, first.args.env_id

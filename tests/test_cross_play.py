@@ -116,5 +116,5 @@ def test_what_cannot_play_is_told_in_a_line(runs, tmp_path):
     ppo.main(ppo.Args(total_timesteps=1024, num_steps=64, eval_episodes=0, runs_dir=str(pole)))
     assert said(pole) == "CartPole-v1 is no game of several agents with discrete actions"
     done = command(tmp_path, "--side", "0", "--names", "some", "others", "--out", tmp_path / "who")
-    assert (done.returncode, done.stderr) == (2, f"cross_play: no run folder in {tmp_path}\n")
+    assert (done.returncode, done.stderr) == (2, f"cross_play: no finished run in {tmp_path}\n")
     assert not list(tmp_path.glob("**/who*"))
