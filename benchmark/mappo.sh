@@ -46,10 +46,10 @@ run mappo 1 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${batt
 $PYTHON benchmark/run.py --command "python cleanmarl/coppo.py" --num-seeds 2 --index 1 --env-ids smax/3m \
     --runs-dir runs/mappo_smax_bootstrap -- --total-timesteps 10000000 "${battles[@]}" # seed 2: seed 1 runs away
 # predators and prey have nothing in common to share; the curve is that of a predator
-for script in mappo coppo; do
-    run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters
+for script in ippo mappo coppo; do
+    run $script 2 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 5000000 --no-share-parameters
 done
-run ippo_per_agent 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 400000 --no-share-parameters --gamma 0.99 --no-normalize-value
+$PYTHON benchmark/cross_play.py runs/mappo_simple_tag_v3 --side 0 1 2 --names predators prey --out docs/results/mappo_tag_cross_play
 for script in mappo coppo; do
     run $script 3 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters
 done
@@ -78,8 +78,7 @@ plot warehouse --note "64 environments, rollouts of 50 steps, discount 0.99"
 plot foraging_15x15 \
     --note "MAPPO with 32 environments, rollouts of 50 steps and a discount of 0.99; values with this discount and normalised rewards, QMIX with VDN's learning rate and target"
 plot simple_tag_v3 --tag rollout/ep_reward_agent_0 \
-    --note "networks of their own for all agents (\`--no-share-parameters\`); \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`; the curve is a predator, the table the sum of all agents"
-
+    --note "networks of their own for all agents; the curve is a predator, the table the sum of all agents"
 plot simple_adversary --tag rollout/ep_reward_agent_1 \
     --note "networks of their own for all agents (\`--no-share-parameters\`); \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`; the curve is an agent of the pair, the table the sum of all three"
 
