@@ -107,6 +107,11 @@ def test_what_cannot_play_is_told_in_a_line(runs, tmp_path):
     ippo.main(ippo.Args(**SHORT, actor_hidden_dim=8, seed=3, runs_dir=str(wider)))
     assert said(wider) == "the runs of ippo have different settings"
     assert said(runs, runs) == "there are two runs of ippo with seed 1"
+    stopped = tmp_path / "stopped"
+    shutil.copytree(runs, stopped)
+    for done in stopped.glob("*/done.json"):
+        done.unlink()
+    assert said(stopped) == f"no finished run in {stopped}"
     alone = tmp_path / "alone"
     ippo.main(ippo.Args(**SHORT, runs_dir=str(alone)))
     assert said(alone) == "ippo has one seed, and nobody else to play against"
