@@ -28,7 +28,7 @@ PPO = {  # script: what its environment needs
 }
 FRAMES = ["ppo_procgen", "ppo_atari", "ppo_atari_envpool", "ppo_atari_multigpu"]
 # time limits within a short rollout
-gym.register("Clock-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=5)
+gym.register("FiveSteps-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=5)
 gym.register("SwingUp-v0", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=5)
 VECTORS = ["ppo", "ppo_shared", "ppo_continuous_action"]
 COMPONENTS = ["ppo_multidiscrete", "ppo_multidiscrete_mask"]
@@ -125,7 +125,7 @@ def test_networks_see_rows_alone(name, monkeypatch, tmp_path):
     small = {"total_timesteps": 512, "num_envs": 2, "eval_episodes": 1, "runs_dir": str(tmp_path)}
     rollout = {"num_steps": 128, "time_limit_bootstrap": True}
     small |= rollout if name in PPO else {"num_actors": 0, "unroll_length": 64, "updates_per_collect": 1}
-    small |= {} if name in COMPONENTS else {"env_id": "Clock-v0" if "continuous" not in name else "SwingUp-v0"}
+    small |= {} if name in COMPONENTS else {"env_id": "FiveSteps-v0" if "continuous" not in name else "SwingUp-v0"}
     script.main(script.Args(**small))
     assert len(seen) > 8 and set(seen) == {2}
 
