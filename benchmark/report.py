@@ -11,7 +11,8 @@ of docs/results anew.
 - Settings are the flags that differ from the script's defaults, those that change no learning left out.
 - A curve is the mean over seeds, each interpolated onto one grid of steps. Its band, and the interval behind a final
   result, is the range of the seeds if there are 2 to 4, and the 95 % t interval of the mean from 5 on.
-- Final results of a run: the mean return of its last 100 training episodes, and its last evaluation.
+- Final results of a run: the mean return of its last 100 training episodes, and its last evaluation, of battles with
+  the share that it won.
 - Runs without done.json are left out, or taken with --unfinished and marked as stopped.
 - CPU and wall seconds are those that run.py measured; CPU time is spread evenly over a process's wall time. Of runs
   that it did not start, only the wall time is known; a curve's CPU time is that of the seeds that have one.
@@ -49,16 +50,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 HERE = Path(__file__).resolve().parent
 RETURN, NUM_EPISODES, EVAL = "rollout/ep_reward", "rollout/num_episodes", "eval/ep_reward"
+BATTLES = "eval/battle_won"
 COLUMNS = ["script", "env_id", "settings", "seed", "step", "cpu_seconds", "wall_seconds", "metric", "value"]
 CURVE = ["env_id", "script", "settings"]  # what a curve is of
 GRID_POINTS, PAGE_POINTS = 200, 100  # of a curve in the table and in a figure, and on the page
 LAST_EPISODES = 100
 FINAL = [f"last {LAST_EPISODES} episodes", "last evaluation"]  # metrics of the results that a table has
+WON = "last evaluation, battles won"  # another, of environments that count them
 LATE = ", last tenth"  # of training: what is drawn, if that is not the return
 PLANNED = "planned steps"  # metric of a run that was stopped: its --total-timesteps
 ENOUGH_RUNS = 10  # for an interquartile mean of one environment, and for its interval
 WORDS = {RETURN: "Return of the episodes in training", EVAL: "Return in evaluation"}
-WORDS |= {"rollout/battle_won": "Share of the battles won in training", "eval/battle_won": "Share of the battles won"}
+WORDS |= {"rollout/battle_won": "Share of the battles won in training", BATTLES: "Share of the battles won"}
 
 
 @dataclass
@@ -254,17 +257,14 @@ def last_return(run: pd.DataFrame, num_episodes: int = LAST_EPISODES) -> float:
 
 
 def final_results(data: pd.DataFrame) -> pd.DataFrame:
-    """The rows of FINAL, and of PLANNED, for each run, as far as it has them."""
+    """The rows of FINAL, WON and PLANNED for each run, as far as it has them."""
     rows = []
     for _, run in data.groupby([*CURVE, "seed"], dropna=False):
         last = run.loc[[run.wall_seconds.idxmax() if run.wall_seconds.notna().any() else run.step.idxmax()]]
-        evals, planned = run[run.metric == EVAL].sort_values("step").value, run[run.metric == PLANNED].value
-        results = [
-            last_return(run),
-            evals.iloc[-1] if len(evals) else np.nan,
-            planned.iloc[0] if len(planned) else np.nan,
-        ]
-        rows += [last.assign(step=run.step.max(), metric=m, value=v) for m, v in zip([*FINAL, PLANNED], results)]
+        by_step = run.sort_values("step", kind="stable")
+        ends = [by_step.value[by_step.metric == metric].tail(1) for metric in (EVAL, BATTLES, PLANNED)]
+        results = [last_return(run), *(end.iloc[0] if len(end) else np.nan for end in ends)]
+        rows += [last.assign(step=run.step.max(), metric=m, value=v) for m, v in zip([*FINAL, WON, PLANNED], results)]
     return pd.concat(rows).dropna(subset="value")
 
 
@@ -273,7 +273,7 @@ def last_tenth(data: pd.DataFrame) -> pd.DataFrame:
 
     Without interval where the seeds were not kept: what is known are those of each point, which are wider.
     """
-    curves = data[~data.metric.isin([RETURN, *FINAL, PLANNED])]
+    curves = data[~data.metric.isin([RETURN, *FINAL, WON, PLANNED])]
     run = [*CURVE, "seed" if "seed" in data else "seeds", "metric"]
     late = curves[curves.step > 0.9 * curves.groupby(run, dropna=False).step.transform("max")]
     means = late.groupby(run, dropna=False).mean(numeric_only=True).reset_index()
@@ -390,11 +390,12 @@ def number(value: float, scale: float | None = None) -> str:
 
 def final_table(data: pd.DataFrame, note: str = "") -> str:
     """Final results as Markdown: mean [interval] over seeds, by environment, between random and best-known scores."""
-    metrics = [*data.metric[data.metric.str.endswith(LATE)].unique(), *FINAL]
+    present = data.metric.unique()
+    metrics = [m for m in present if m.endswith(LATE)] + [m for m in present if m == WON] + FINAL
     head = ["environment", "script", "settings", "seeds", "steps", *metrics]
     lines = [f"| {' | '.join(head)} |", "|---|---|---|" + "---:|" * (2 + len(metrics))]
     final, known = data[data.metric.isin([*metrics, PLANNED])], yardsticks()
-    names = [name.removesuffix(LATE).partition("/")[2] for name in metrics[:-2]] + ["ep_reward"]
+    names = ["battle_won" if m == WON else m.removesuffix(LATE).partition("/")[2] for m in metrics[:-2]] + ["ep_reward"]
     for env_id, of_env in final.groupby("env_id"):
         of_task = known[(known.env_id == env_id) & known.metric.isin(names)]
         for label, scores in of_task.groupby("label", sort=False):
@@ -595,7 +596,7 @@ def write_html(folder: Path) -> None:
 
 
 def main(args: Args) -> None:
-    data = read_runs(args.runs, [args.tag, RETURN, NUM_EPISODES, EVAL], args.unfinished)
+    data = read_runs(args.runs, [args.tag, RETURN, NUM_EPISODES, EVAL, BATTLES], args.unfinished)
     drawn = data[data.metric == args.tag]
     if drawn.empty:
         sys.exit(f"no run has {args.tag}; there is {', '.join(sorted(data.metric.unique()))}")

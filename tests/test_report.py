@@ -308,6 +308,20 @@ def test_runs_that_were_stopped_are_marked(published, capsys):
     assert data["CartPole-v1"]["curves"][0]["planned steps"] == [1000]
 
 
+def test_battles_have_their_last_evaluation_beside_the_training(tmp_path, capsys):
+    """Games with the most probable actions may be won where those of training are not; other tasks have no column."""
+    for seed, won in ((1, 0.5), (2, 1.0)):
+        points = {"rollout/battle_won": [(step, 0.25) for step in range(10, 101, 10)], report.EVAL: [(100, 7.0)]}
+        points |= {report.BATTLES: [(50, 0.0), (100, won)]} if seed == 1 else {report.BATTLES: [(100, won)]}
+        write_run(tmp_path / str(seed), points, seed=seed, env_id="smax/3m")
+    report.main(report.Args([tmp_path], out=tmp_path / "docs" / "a", tag="rollout/battle_won"))
+    table = capsys.readouterr().out
+    head = "| rollout/battle_won, last tenth | last evaluation, battles won | last 100 episodes | last evaluation |"
+    assert table.splitlines()[0].endswith(head)
+    assert "| 2 | 100 | 0.25 [0.25, 0.25] | 0.75 [0.50, 1.00] |  | 7.00 [7.00, 7.00] |" in table
+    assert "| smax/3m | *random* | | | | 0.00 | 0.00 |" in table
+
+
 NODE = """
 const places = {}, place = () => ({ value: "step", children: [], addEventListener() {}, set innerHTML(text) {
   this.html = text; this.value = (text.match(/<option>(.*?)</) || [])[1]; } });
