@@ -53,7 +53,7 @@ class Args(RunArgs):
 
     agent_ids: bool = True
     """add a one-hot id to the observation: without it the agents' common network cannot tell them apart"""
-    num_envs: PositiveInt = 4
+    num_envs: PositiveInt = 16
     """N, environments stepped side by side"""
     gamma: UnitFloat = 0.95
     """discount factor"""
@@ -65,7 +65,7 @@ class Args(RunArgs):
     """share of uniformly random actions at the start"""
     epsilon_end: UnitFloat = 0.05
     """share of uniformly random actions from --epsilon-timesteps on"""
-    epsilon_timesteps: PositiveInt = 50_000
+    epsilon_timesteps: PositiveInt = 200_000
     """environment steps over which that share falls linearly"""
     buffer_size: PositiveInt = 5000
     """episodes in the replay buffer"""

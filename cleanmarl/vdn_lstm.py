@@ -52,11 +52,11 @@ class Args(RunArgs):
 
     agent_ids: bool = True
     """add a one-hot id to the observation: without it the agents' common network cannot tell them apart"""
-    num_envs: PositiveInt = 4
+    num_envs: PositiveInt = 16
     """N, environments stepped side by side"""
     gamma: UnitFloat = 0.95
     """discount factor"""
-    td_lambda: UnitFloat = 0.0
+    td_lambda: UnitFloat = 0.6
     """lambda of the targets, Peng's Q(lambda) along the episode; 0 for those of one step"""
     double_q: bool = True
     """the network chooses the next actions that the target network values; else the target network does both"""
@@ -64,7 +64,7 @@ class Args(RunArgs):
     """share of uniformly random actions at the start"""
     epsilon_end: UnitFloat = 0.05
     """share of uniformly random actions from --epsilon-timesteps on"""
-    epsilon_timesteps: PositiveInt = 50_000
+    epsilon_timesteps: PositiveInt = 200_000
     """environment steps over which that share falls linearly"""
     buffer_size: PositiveInt = 5000
     """episodes in the replay buffer"""
@@ -82,7 +82,7 @@ class Args(RunArgs):
     """gradient updates after each round of N episodes, each with a batch of its own"""
     optimizer: Literal["Adam", "RMSprop"] = "Adam"
     """optimizer of the network; RMSprop with smoothing 0.99, as in PyMARL"""
-    learning_rate: PositiveFloat = 5e-4
+    learning_rate: PositiveFloat = 1e-3
     """learning rate"""
     target_network_update_freq: PositiveInt = 1
     """updates between two steps of the target network"""
