@@ -345,13 +345,15 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, num_upd
             agent.target_critic.load_state_dict(agent.critic.state_dict())
         loss = critic_loss(agent, Batch(*step, batch.memory))
         optimizer.zero_grad()
-        loss.sum().backward()
+        if loss.requires_grad:  # not if a copy freezes the critic
+            loss.sum().backward()
         norms.append(clip_grads_(agent, args.max_grad_norm)["critic"])
         optimizer.step()  # what has no gradient is left alone
         losses.append(loss.detach().mean())
     loss, stats = actor_loss(agent, batch, args)
     optimizer.zero_grad()
-    loss.backward()
+    if loss.requires_grad:  # not if a copy freezes the actor
+        loss.backward()
     stats["actor_gradients"] = clip_grads_(agent, args.max_grad_norm)["actor"]
     optimizer.step()
     stats |= {"value_loss": torch.stack(losses).mean(), "critic_gradients": torch.stack(norms).mean()}

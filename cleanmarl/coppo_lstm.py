@@ -408,7 +408,7 @@ def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
 def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     num_envs = len(batch.memory)
-    all_stats = []
+    learned, all_stats = [p for p in agent.actor.parameters() if p.requires_grad], []
     for _ in range(args.update_epochs):
         minibatches = [batch]
         if args.num_minibatches > 1:  # detail mappo-8: whole sequences of some environments, with all agents
@@ -423,8 +423,8 @@ def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, bat
                 agent.zero_grad()
                 if turn == 0:  # everything but the actors steps once: with the first of them
                     (loss + value_loss.sum()).backward()
-                else:
-                    loss.backward(inputs=[p for p in agent.actor.parameters() if p.requires_grad])
+                elif learned:  # none, if a copy freezes the actors
+                    loss.backward(inputs=learned)
                 norms |= clip_grads_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
                 actors.take_gradients(active=[turn])
                 optimizer.step()

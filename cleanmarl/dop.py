@@ -335,7 +335,8 @@ def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> torch.Tensor:
 def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
     """One step of the network down the gradient of the loss; returns its norm before clipping."""
     optimizer.zero_grad()
-    loss.backward()
+    if loss.requires_grad:  # not if a copy freezes the network
+        loss.backward()
     norm = nn.utils.clip_grad_norm_(network.parameters(), max_norm if max_norm > 0 else math.inf)
     optimizer.step()
     return norm

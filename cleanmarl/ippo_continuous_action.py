@@ -253,7 +253,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
         obs, reward, termination, truncation, info = envs.step(agent.env_action(rollout.action[t]))
         alive, dies = rollout.agent_mask[t], rollout.agent_mask[t] & ~info["agent_mask"]
         if agent.team_reward:  # death is no end: the dead go on earning what the team, each of the living, earns
-            reward, dies = reward.sum(1, keepdims=True) / alive.sum(1, keepdims=True).clip(1), False
+            reward, dies = (reward * alive).sum(1, keepdims=True) / alive.sum(1, keepdims=True).clip(1), False
         rollout.reward[t] = reward
         rollout.done[t] = (termination | truncation)[:, None] | dies
         if "_episode" in info:

@@ -301,7 +301,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
 @torch.no_grad()
 def critic_targets(target_agent: Agent, target_critic: Critic, batch: Batch, gamma: float) -> torch.Tensor:
     """What the critics learn (B, T, M): r + gamma Q'(s', a'), where a' are hard samples of the target policy."""
-    alive = F.pad(batch.alive, (0, 0, 0, 1))  # nothing follows the last observation
+    alive = F.pad(batch.alive, (0, 0, 0, 1), value=1.0)  # the dead may be back in the last observation
     logits = target_agent.logits(batch.obs, batch.action_mask, alive)  # it sees the first observation too
     next_action = F.gumbel_softmax(logits[:, 1:], hard=True)  # detail maddpg-5: samples of the target policy
     return batch.reward + gamma * batch.goes_on * target_critic(batch.state[:, 1:], next_action[:, :, None])
@@ -330,7 +330,8 @@ def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optim
     """One step of the network down the gradient of the loss; returns its children's norms before clipping."""
     optimizer.zero_grad()
     learned = [p for p in network.parameters() if p.requires_grad]
-    loss.backward(inputs=learned)  # the actor's loss goes through the critics and leaves them alone
+    if learned:  # none, if a copy freezes the network
+        loss.backward(inputs=learned)  # the actor's loss goes through the critics and leaves them alone
     norms = clip_grads_(network, max_norm if max_norm > 0 else math.inf)
     optimizer.step()
     return norms

@@ -346,7 +346,8 @@ def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optim
     """One step of the network down the gradient of the loss; returns its children's norms before clipping."""
     optimizer.zero_grad()
     learned = [p for p in network.parameters() if p.requires_grad]
-    loss.backward(inputs=learned)  # the actor's loss goes through the critics and leaves them alone
+    if learned:  # none, if a copy freezes the network
+        loss.backward(inputs=learned)  # the actor's loss goes through the critics and leaves them alone
     norms = clip_grads_(network, max_norm if max_norm > 0 else math.inf)
     optimizer.step()
     return norms

@@ -5,6 +5,7 @@ test can read them: before the first step of the optimizer all of them are 1 if,
 the one that learns.
 """
 
+import copy
 import dataclasses
 import importlib.util
 import inspect
@@ -262,6 +263,35 @@ def test_a_critic_learns_beside_a_frozen_actor(script, tmp_path, monkeypatch):
     still = {name for name, p in start.named_parameters() if (trained[name] == p).all()}
     assert still == {f"actor.{name}" for name, _ in start.actor.named_parameters()}
     assert {value for _, value in scalars(folder)["train/actor_gradients"]} == {0}
+
+
+@pytest.mark.parametrize("half", ["actor", "critic"])
+@pytest.mark.parametrize("script", [s for s in FROZEN if not s.startswith(("idqn", "vdn", "qmix", "qtran"))])
+def test_one_half_learns_beside_the_other_that_is_frozen(script, half, tmp_path, monkeypatch):
+    """To learn the critic of a policy that stays, or a policy from a critic that is there."""
+    module = copy_of(script, [], tmp_path)
+    starts = {}
+
+    def recorded(network_class, place):
+        class Recorded(network_class):
+            def __init__(self, *args):
+                super().__init__(*args)
+                if half == place or hasattr(self, half):
+                    getattr(self, half, self).requires_grad_(False)
+                starts.setdefault(place, copy.deepcopy(self))  # as the run makes it
+
+        return Recorded
+
+    for name in {"Agent", "Critic"} & set(dir(module)):
+        monkeypatch.setattr(module, name, recorded(getattr(module, name), name.lower()))
+    args = module.Args(**FROZEN[script] | {"runs_dir": str(tmp_path)})
+    args.normalize_value = False  # it keeps the values of a frozen critic by another last layer
+    trained = load_checkpoint(module.main(args))["modules"]
+    for place, start in starts.items():
+        for name, p in start.named_parameters():
+            if "target" not in name:
+                assert (trained[place][name] != p).any() == p.requires_grad, (place, name)
+    assert sum(not p.requires_grad for start in starts.values() for p in start.parameters())
 
 
 def what_the_loss_sees(agent, obs, acted):

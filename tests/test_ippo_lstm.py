@@ -12,8 +12,16 @@ from cleanmarl.run import load_checkpoint
 import numpy as np
 import pytest
 import test_recurrent_family as family
+from toys import Toy
 
 SMALL = family.SMALL
+
+
+def test_what_a_copy_pays_the_dead_is_not_what_the_team_earns(team, monkeypatch):
+    monkeypatch.setattr(Toy, "reward", lambda envs, alive: np.float32(np.where(alive, envs.clock[:, None], 100)))
+    args = Args(env_id=team, **SMALL, time_limit_bootstrap=False)
+    _, _, ((rollout, _),), _ = family.collected(ippo_lstm, args)
+    assert not rollout.agent_mask.all() and set(rollout.reward.ravel()) == {1, 2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -97,10 +97,18 @@ def test_the_actor_that_acts_is_the_actor_that_learns(script, num_layers):
     assert abs(memory).max() > 0.1
 
 
+@pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_target_actor_sees_the_first_observation(script):
-    """The target of step t takes the action that the target actor takes at t + 1 after all observations up to there."""
-    _, agent, critic, batch = case(script, tbptt=2)
+def test_target_actor_sees_the_first_observation(script, back, monkeypatch):
+    """The target of step t takes the action that the target actor takes at t + 1 after all observations up to there.
+
+    Who is dead in a step has no memory after it: also who comes `back` in the last observation, and nobody before.
+    """
+    _, agent, critic, batch = case(script, tbptt=100 if back else 2)
+    if back:
+        batch.alive[:], batch.goes_on[:], batch.action_mask[:] = 1, 1, True
+        batch.alive[:, -1, 1] = 0
+        monkeypatch.setattr(F, "gumbel_softmax", lambda logits, hard: logits.softmax(-1))  # samples hide small errors
     logits = step_by_step(agent, batch.obs, F.pad(batch.alive, (0, 0, 0, 1)), 100).masked_fill(~batch.action_mask, -1e8)
     torch.manual_seed(1)
     ours = script.critic_targets(agent, critic, batch, 0.99)

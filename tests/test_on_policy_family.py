@@ -119,6 +119,15 @@ def test_the_living_earn_their_own_rewards_and_the_dead_the_mean_of_theirs(scrip
     np.testing.assert_allclose(rollout.reward[~ends], expected[~ends])
 
 
+@pytest.mark.parametrize("script", INDEPENDENT)
+def test_what_a_copy_pays_the_dead_is_not_what_the_team_earns(script, team):
+    """A reward that an edit adds in `collect` to all agents is worth the same, however many of them live."""
+    paid = lambda envs, alive: np.float32(np.where(alive, envs.clock[:, None], 100))  # noqa: E731
+    args = script.Args(env_id=toy_id(script, team), **SMALL, time_limit_bootstrap=False)
+    _, _, rollout, _ = play(script, args, reward=paid)
+    assert not rollout.agent_mask.all() and set(rollout.reward.ravel()) == {1, 2, 3, 4, 5, 6}
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("script", CLIPPED)
 def test_the_last_step_bootstraps_from_what_follows_the_rollout(script, shared, toy, team):
