@@ -108,3 +108,5 @@ if __name__ == "__main__":
     except (UsageError, EnvError) as error:
         print(f"keep: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a folder that cannot be written
+        sys.exit(f"keep: {error}")

@@ -184,6 +184,8 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
 
 def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -> pd.DataFrame:
     """All finished runs below `paths` as one tidy table; runs left out are named on stderr."""
+    if missing := [path for path in paths if not path.exists()]:
+        sys.exit(f"there is no {missing[0]}")
     folders = sorted({file.parent for path in paths for file in path.rglob("args.json")})
     tables, seen, differ = [], set(), defaultdict(set)
     for folder in folders:
@@ -200,7 +202,9 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
             continue
         key = tuple(table.iloc[0][[*CURVE, "seed"]])
         if key in seen:  # averaging them would count the seed twice
-            sys.exit(f"two runs of {key}: {folder} is the second; pass one of them")
+            env_id, script, settings, seed = key
+            what = f"{script} on {env_id}, seed {seed}, {settings}"
+            sys.exit(f"two runs of {what}: {folder} is the second; pass the folders of the runs that count")
         seen.add(key)
         tables.append(table)
         script = f"{table.script[0]}.py"

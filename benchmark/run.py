@@ -391,11 +391,12 @@ def main(args: Args, flags: list[str]) -> int:
     if shutil.which(program) is None or min(args.num_seeds, args.workers) < 1:
         print(f"run: there must be a program {program}, and at least one seed and one worker", file=sys.stderr)
         return 2
-    if given := {flag.partition("=")[0].replace("_", "-") for flag in flags} & OF_THE_GRID:
-        print(
-            f"run: {' '.join(sorted(given))} after -- is the grid's: give --num-seeds, --env-ids, --runs-dir",
-            file=sys.stderr,
-        )
+    if given := {flag.partition("=")[0].replace("_", "-") for flag in [*to_argv(args.command), *flags]} & OF_THE_GRID:
+        message = f"run: {' '.join(sorted(given))} is the grid's: give --num-seeds, --env-ids, --runs-dir"
+        print(f"{message}, before --", file=sys.stderr)
+        return 2
+    if not args.env_ids:
+        print("run: --env-ids has no environment", file=sys.stderr)
         return 2
     seeds = range(1, args.num_seeds + 1)
     env_ids = dict.fromkeys(args.env_ids)  # each once

@@ -180,13 +180,17 @@ class Search:
     """A study and what its trials need. A trial is a run of each environment and seed; its value their mean score."""
 
     def __init__(self, args: Args, flags: list[str], stops: Callable[[], int]):
-        check(min(args.num_seeds, args.workers) > 0, "--num-seeds and --workers must be at least 1")
+        numbers = min(args.num_seeds, args.workers, args.num_trials)
+        check(numbers > 0, "--num-seeds, --workers and --num-trials must be at least 1")
         check("?" not in str(args.runs_dir), f"--runs-dir {args.runs_dir}: a path of SQLite has no question mark")
-        own = {word.partition("=")[0].replace("_", "-") for word in flags} & OF_THE_GRID
-        check(not own, f"{' '.join(sorted(own))} after -- is the search's: give --num-seeds, --env-ids, --runs-dir")
+        given = {word.partition("=")[0].replace("_", "-") for word in [*to_argv(args.command), *flags]}
+        own = given & OF_THE_GRID
+        check(not own, f"{' '.join(sorted(own))} is the search's: give --num-seeds, --env-ids, --runs-dir, before --")
         self.args, self.flags, self.stops = args, flags, stops
         self.script = script_args(args.command)
         self.space = {name_of(text): read_param(text, self.script) for text in args.params}
+        both = given & {form for name in self.space for form in (flag(name), flag(f"no_{name}"))}
+        check(not both, f"{' '.join(sorted(both))} is given, and --params searches it")
         self.scales = scales(args.env_ids, args.metric)
         args.runs_dir.mkdir(parents=True, exist_ok=True)
         self.file = (args.runs_dir / "study.lock").open("a")

@@ -78,7 +78,8 @@ def main() -> None:
     elif command in ("--help", "-h"):
         say(USAGE)
     else:
-        fail(f"there is no command {command}: list, train, enjoy or report")
+        meant = f"; did you mean `train {command}`?" if command.removesuffix(".py") in scripts() else ""
+        fail(f"there is no command {command}: list, train, enjoy or report{meant}")
 
 
 if __name__ == "__main__":

@@ -77,11 +77,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
     """Give each of the modules its state in a checkpoint, read from `path`; UsageError if it does not fit."""
+    file = checkpoint_path(Path(path))
     for name, module in modules.items():
+        missing = f"{file} has no {name}: it is of another version of the script, or was kept (keep.py) to be played"
+        check(name in checkpoint["modules"], missing)
         try:
             module.load_state_dict(checkpoint["modules"][name])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            file, reason = checkpoint_path(Path(path)), " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             raise UsageError(f"the {name} of {file} does not fit the script as it is ({reason})") from error
 
 

@@ -178,8 +178,8 @@ def check_ranges(args: Any) -> None:
 
 
 def check_range(name: str, value: Any, hint: Any) -> None:
-    """Raise UsageError if a number, or one in a tuple of them, is not finite or outside the limits of its type hint."""
-    if isinstance(value, tuple):
+    """Raise UsageError if a number, or one in a tuple or list, is not finite or outside the limits of its type hint."""
+    if isinstance(value, tuple | list):
         for element in value:
             check_range(name, element, hint)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -301,8 +301,9 @@ def as_declared(value: Any, hint: Any) -> Any:
         if kind is Path and isinstance(value, str):
             return Path(value)
         if (container := typing.get_origin(kind) or kind) in (list, tuple) and isinstance(value, list):
-            element = next(iter(typing.get_args(kind)), Any)
-            return container(as_declared(x, element) for x in value)
+            first, *others = typing.get_args(kind) or [Any]
+            kinds = [first, *others] if others and others != [...] else [first] * len(value)
+            return container(map(as_declared, value, kinds))
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -377,6 +378,8 @@ def parse(args_class: type, argv: list[str], script: str) -> Any:
     if {"-h", "--help"} & {*argv}:
         show_help(args_class)
     args = read_flags(args_class, argv)
+    check(args.capture_video or not args.video_interval, "--video-interval does nothing without --capture-video")
+    check(args.eval_episodes > 0 or not args.eval_interval, "--eval-interval does nothing with --eval-episodes 0")
     if args.resume is None:
         return args
     folder = run_folder(args.resume)

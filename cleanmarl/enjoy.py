@@ -25,6 +25,7 @@ from cleanmarl.cli import (
     load_args,
     read_flags,
     read_run,
+    run_folder,
     tell,
 )
 from cleanmarl.envs import EnvError, WorkerError
@@ -123,6 +124,8 @@ class Policy:
     def __init__(self, run: Path | str, num_envs: int, greedy: bool, checkpoint: str = "checkpoint.pt", **options: Any):
         """`options` go to the environments: render_mode="rgb_array", say. UsageError if the run cannot be played."""
         run = Path(run)
+        if run_folder(run) != run:  # RUN/best.pt
+            run, checkpoint = run.parent, run.name
         meta = read_run(run)
         self.script = load_script(run, meta)
         self.args = load_args(self.script.Args, run, meta["script"])

@@ -1,5 +1,6 @@
 """What a run folder needs: a name of its own, a lock, second names of files, events that are read in their order."""
 
+import enum
 import fcntl
 import importlib.metadata
 import os
@@ -19,6 +20,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+CANNOT_HOLD = "args.json cannot hold {!r}: a flag is a number, text, a path, or a tuple"
 
 
 def new_folder(folder: Path) -> Path:
@@ -45,10 +48,15 @@ def lock_folder(folder: Path) -> TextIO:
     return file
 
 
+def check_flags(args: dict[str, Any]) -> None:
+    """UsageError for a member of an Enum, which JSON may write as the number or the text that it is besides."""
+    for value in args.values():
+        check(not isinstance(value, enum.Enum), CANNOT_HOLD.format(value))
+
+
 def as_json(x: Any) -> Any:
     """What json.dumps asks for where it knows no form: a path is text, and what could not be read back is refused."""
-    message = f"args.json cannot hold {x!r}: a flag is a number, text, a path, or a tuple"
-    check(isinstance(x, Path | np.generic), message)
+    check(isinstance(x, Path | np.generic), CANNOT_HOLD.format(x))
     return str(x) if isinstance(x, Path) else x.item()
 
 

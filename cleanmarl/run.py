@@ -49,7 +49,17 @@ from cleanmarl.cli import RunError, UsageError, check, flag, import_optional, lo
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError, check_memory
 from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
 from cleanmarl.finite import NonFiniteError, find_bad, find_bad_episode
-from cleanmarl.folder import EventFile, as_json, as_table, copy_file, git_commit, lock_folder, new_folder, version
+from cleanmarl.folder import (
+    EventFile,
+    as_json,
+    as_table,
+    check_flags,
+    copy_file,
+    git_commit,
+    lock_folder,
+    new_folder,
+    version,
+)
 from cleanmarl.machine import too_large
 
 import numpy as np
@@ -62,6 +72,14 @@ EVAL_SEED = 2**30  # added to the seed: training adds the step, so that evaluati
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
 # of a Run, in a checkpoint
 NUMBERS = ("step", "num_episodes", "last_point", "last_step", "last_evaluation", "last_film", "best")
+
+
+def as_number(value: Any, name: str) -> float:
+    """A point of a curve; UsageError that names the metric if it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"the metric {name} must be a number, not {type(value).__name__} ({error})") from error
 
 
 class WriteError(RunError):
@@ -98,10 +116,7 @@ class Run:
             for p in not_held(module, modules) if isinstance(module, torch.optim.Optimizer) else ():
                 hint = "give Run its module, too: Run(args, __file__, agent=agent, predictor=predictor, ...)"
                 raise UsageError(f"{name} learns a parameter {tuple(p.shape)} that no checkpoint would hold; {hint}")
-            if isinstance(module, torch.optim.Optimizer) and has_scheduler(module):  # each --resume would begin it anew
-                is_kept = any(getattr(other, "optimizer", None) is module for other in modules.values())
-                message = f"a scheduler changes the learning rate of {name}, and no checkpoint would hold it"
-                check(is_kept, f"{message}; give Run it, too: Run(args, __file__, scheduler=scheduler, ...)")
+        self._check_schedulers()
         with ExitStack() as on_error:  # what could not begin leaves no new folder and no lock
             if args.resume is None:
                 self._make_folder(on_error)
@@ -128,8 +143,17 @@ class Run:
         self.start_step, self.start_time = self.step, time.perf_counter()
         self.last_line = self.start_time
 
+    def _check_schedulers(self) -> None:
+        """UsageError if one would begin anew with each --resume."""
+        for name, module in self.modules.items():
+            if isinstance(module, torch.optim.Optimizer) and has_scheduler(module):
+                is_kept = any(getattr(other, "optimizer", None) is module for other in self.modules.values())
+                message = f"a scheduler changes the learning rate of {name}, and no checkpoint would hold it"
+                check(is_kept, f"{message}; give Run it, too: Run(args, __file__, scheduler=scheduler, ...)")
+
     def _make_folder(self, on_error: ExitStack) -> None:
         args = self.args
+        check_flags(vars(args))
         env_id = re.sub(r"[^\w.=-]+", "-", args.env_id)
         name = f"{env_id}__{self.script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         packages = ["torch", "numpy", "gymnasium", "envpool", "pettingzoo", "mpe2", "tensorboard"]
@@ -326,7 +350,9 @@ class Run:
         With may_write=False no point is due.
         Raises NonFiniteError if a return, or a metric named `..._loss`, is not finite, SystemExit after a signal.
         """
-        metrics = {key: float(value) for key, value in metrics.items()}
+        metrics = {key: as_number(value, key) for key, value in metrics.items()}
+        if self.last_step == self.start_step:  # one that was made after the Run
+            self._check_schedulers()
         if self.bad_returns is not False:
             where = np.argwhere(self.bad_returns)[0]
             raise self._non_finite(f"the return in environment {where[0]} is not finite")

@@ -66,6 +66,8 @@ def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
     none = subprocess.run([*command[:-1], "0"], capture_output=True, text=True)
     assert (none.returncode, none.stderr) == (2, "keep: --episodes must be greater than 0, not 0\n")
     (tmp_path / "README.md").unlink()
+    full = subprocess.run([*command[:3], "--out", "/proc/agents/pole"], capture_output=True, text=True)
+    assert full.returncode == 1 and full.stderr.startswith("keep: [Errno ") and full.stderr.count("\n") == 1
     for place in (tmp_path, run):
         again = subprocess.run([*command[:3], "--out", place], capture_output=True, text=True)
         assert again.returncode == 2 and again.stderr == f"keep: --out {place} is there, and no agent\n"

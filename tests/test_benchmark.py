@@ -300,8 +300,15 @@ def test_runner_refuses_what_cannot_run(toy):
 
 def test_runner_gives_each_trial_its_seed_itself(toy):
     result = cli("run.py", "--command", "python toy.py", "--env-ids", "e", "--", "--seed", "7", cwd=toy)
-    own = "run: --seed after -- is the grid's: give --num-seeds, --env-ids, --runs-dir\n"
+    own = "run: --seed is the grid's: give --num-seeds, --env-ids, --runs-dir, before --\n"
     assert (result.returncode, result.stderr) == (2, own) and not (toy / "runs").exists()
+    result = cli("run.py", "--command", "python toy.py --seed=7", "--env-ids", "e", cwd=toy)
+    assert (result.returncode, result.stderr) == (2, own) and not (toy / "runs").exists()
+
+
+def test_a_grid_of_nothing_is_no_success(toy):
+    result = cli("run.py", "--command", "python toy.py", "--env-ids", cwd=toy)
+    assert (result.returncode, result.stderr) == (2, "run: --env-ids has no environment\n")
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ class Args(RunArgs):
     polyak: Annotated[float, Interval(gt=0, le=1)] = 0.01
     inner_clip_coef: Annotated[float, Interval(ge=0, le=math.inf)] = 0.1
     bias: float = -3.0
+    units: list[PositiveInt] = field(default_factory=lambda: [64])
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ class Args(RunArgs):
         ({"eval_episodes": -1}, "--eval-episodes must be at least 0, not -1"),  # RunArgs has the range
         ({"seed": 2**32}, "--seed must be in [0, 4294967296), not 4294967296"),
         ({"torch_threads": 0}, "--torch-threads must be greater than 0, not 0"),
+        ({"units": [3, 0]}, "--units must be greater than 0, not 0"),
     ],
 )
 def test_a_number_outside_its_range_is_one_line(wish, line):
@@ -112,6 +114,7 @@ class CopyArgs(Args):
     pretrained: Path | None = None
     places: tuple[Path, ...] = ()
     sizes: list[int] = field(default_factory=lambda: [64, 64])
+    mixed: tuple[int, Path] = (1, Path("e"))
     kernels: tuple[tuple[int, int], ...] = ((8, 4),)
     weights: dict[str, float] = field(default_factory=dict)
     name: str | None = None

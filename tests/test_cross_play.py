@@ -123,3 +123,5 @@ def test_what_cannot_play_is_told_in_a_line(runs, tmp_path):
     done = command(tmp_path, "--side", "0", "--names", "some", "others", "--out", tmp_path / "who")
     assert (done.returncode, done.stderr) == (2, f"cross_play: no finished run in {tmp_path}\n")
     assert not list(tmp_path.glob("**/who*"))
+    done = command(runs, "--side", "3", "--names", "prey", "others", "--episodes", "1", "--out", "/proc/x/who")
+    assert done.returncode == 1 and done.stderr.startswith("cross_play: [Errno ") and done.stderr.count("\n") == 1

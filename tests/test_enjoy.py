@@ -382,6 +382,13 @@ def test_command(ppo_run, tmp_path):
     assert done.stderr == f"enjoy: {tmp_path} is not a run folder: it has no readable args.json\n"
 
 
+def test_a_checkpoint_may_be_named_by_its_path(ppo_run):
+    """As --resume takes it."""
+    enjoy.main(enjoy.Args(ppo_run / "checkpoint.pt", episodes=1))
+    with pytest.raises(UsageError, match=r"has no other\.pt"):
+        enjoy.main(enjoy.Args(ppo_run / "other.pt", episodes=1))
+
+
 def test_the_command_that_a_run_ends_with_can_be_pasted(tmp_path, capsys):
     runs = str(tmp_path / "my runs")
     ppo.main(ppo.Args(total_timesteps=64, num_envs=1, num_steps=64, eval_episodes=0, runs_dir=runs))

@@ -55,6 +55,7 @@ def test_report_without_the_repository(tmp_path):
         (["train", "mapo"], "did you mean mappo?"),
         (["train", "../setup"], "there is no script ../setup"),
         (["train", "cli"], "there is no script cli"),
+        (["mappo"], "there is no command mappo: list, train, enjoy or report; did you mean `train mappo`?"),
         (["learn"], "there is no command learn: list, train, enjoy or report"),
         (["train", "ippo", "--gamma", "2"], "ippo: --gamma must be in [0, 1], not 2"),
     ],

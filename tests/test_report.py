@@ -373,7 +373,9 @@ def test_report_tells_settings_apart_and_refuses_one_seed_twice(tmp_path):
     for number, gamma in enumerate((0.9, 0.99, 0.99)):
         points = {report.RETURN: [(1, 0.0), (2, gamma)]}
         write_run(tmp_path / f"runs/{number}", points, script="ppo", gamma=gamma)
-    with pytest.raises(SystemExit, match="two runs of"):
+    with pytest.raises(SystemExit, match=r"^there is no .*nowhere$"):
+        report.main(report.Args([tmp_path / "nowhere"], out=tmp_path / "a"))
+    with pytest.raises(SystemExit, match=r"^two runs of ppo on CartPole-v1, seed 1, the defaults: "):
         report.main(report.Args([tmp_path / "runs"], out=tmp_path / "a"))
     assert not (tmp_path / "data").exists()
     report.main(report.Args([tmp_path / "runs" / "0", tmp_path / "runs" / "1"], out=tmp_path / "a"))

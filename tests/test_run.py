@@ -267,6 +267,22 @@ def test_what_is_learned_and_not_kept_is_refused(tmp_path):
         pass  # a view, as Networks has them
 
 
+def test_a_scheduler_that_is_made_after_the_run_is_refused_at_the_first_update(tmp_path):
+    agent = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(agent.parameters())
+    run = small_run(tmp_path, {"agent": agent, "optimizer": optimizer})
+    with pytest.raises(UsageError, match="a scheduler changes the learning rate of optimizer"), run:
+        torch.optim.lr_scheduler.LinearLR(optimizer)
+        run.step += 1
+        run.log({})
+
+
+@pytest.mark.parametrize("value", [None, [1, 2], np.ones(2), torch.ones(3), "high"])
+def test_a_metric_that_is_no_number_is_named(value, tmp_path):
+    with pytest.raises(UsageError, match=r"^the metric own/x must be a number, not \w+"), small_run(tmp_path) as run:
+        run.log({"own/x": value})
+
+
 def test_a_scheduler_that_is_not_kept_is_refused(tmp_path):
     """At each --resume it would begin anew from the learning rate that it had reached: a warm-up would go beyond."""
     agent = torch.nn.Linear(2, 1)

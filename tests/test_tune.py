@@ -258,14 +258,17 @@ def test_a_parameter_is_written_as_in_python_or_as_a_flag():
 
 def test_what_is_the_searchs_own_is_refused(toy, capsys):
     assert tune.main(toy_args(1), ["--seed=7", "--env_id", "x"]) == 2
-    line = "tune: --env-id --seed after -- is the search's: give --num-seeds, --env-ids, --runs-dir\n"
+    line = "tune: --env-id --seed is the search's: give --num-seeds, --env-ids, --runs-dir, before --\n"
     assert capsys.readouterr().err == line
+    searched = toy_args(1).params[0].partition("=")[0]
+    assert tune.main(toy_args(1), [f"--{searched}=0.5"]) == 2
+    assert capsys.readouterr().err == f"tune: --{searched} is given, and --params searches it\n"
     assert tune.main(dataclasses.replace(toy_args(1), runs_dir=Path("why?")), []) == 2
     assert capsys.readouterr().err == "tune: --runs-dir why?: a path of SQLite has no question mark\n"
 
 
-@pytest.mark.parametrize("name", ["num_seeds", "workers"])
+@pytest.mark.parametrize("name", ["num_seeds", "workers", "num_trials"])
 def test_a_search_of_nothing_is_one_line(name, toy, capsys):
-    assert tune.main(toy_args(1, **{name: 0}), []) == 2
-    assert capsys.readouterr().err == "tune: --num-seeds and --workers must be at least 1\n"
+    assert tune.main(dataclasses.replace(toy_args(1), **{name: 0}), []) == 2
+    assert capsys.readouterr().err == "tune: --num-seeds, --workers and --num-trials must be at least 1\n"
     assert not (toy / "runs").exists()
