@@ -9,11 +9,14 @@ spread() {  # script, number of seeds, folder of the runs, flags
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
         --env-ids mpe/simple_spread_v3 --runs-dir "runs/$3" -- "${@:4}"
 }
-for script in vdn idqn; do spread $script 5 vdn_spread_long --total-timesteps 2000000; done
-spread qmix 4 vdn_spread_long --total-timesteps 5000000
-spread qtran 5 vdn_spread_long --total-timesteps 5000000
+spread idqn 5 vdn_spread_long --total-timesteps 2000000
+spread vdn 3 vdn_spread_long --total-timesteps 5000000
+for script in qmix qtran; do spread $script 5 vdn_spread_long --total-timesteps 5000000; done
 $PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script" \
     --command benchmark/baselines.sh
+for script in vdn_lstm qmix_lstm; do spread $script 3 vdn_lstm_spread_long --total-timesteps 2000000; done
+$PYTHON benchmark/report.py runs/vdn_lstm_spread_long --out docs/results/vdn_lstm_spread_long --command benchmark/baselines.sh \
+    --note "the defaults of each script"
 # where rewards are rare: rewards normalised, as in EPyMARL
 forage() {  # script, number of seeds, id of the environment, folder of the runs
     rate=()
@@ -56,7 +59,8 @@ spread facmac 3 masac_spread_long --total-timesteps 500000
 spread dop 3 masac_spread_long --total-timesteps 500000 --gamma 0.95
 $PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long --command benchmark/baselines.sh \
     --note "the defaults of each script, and a discount of 0.95 for DOP"
-for gamma in 0.95 0.99; do spread coma 1 coma_spread_long/$gamma --total-timesteps 1000000 --gamma $gamma; done
+spread coma 1 coma_spread_long/0.99 --total-timesteps 1000000
+for script in coma coma_lstm; do spread $script 2 coma_spread_long/0.95 --total-timesteps 3000000 --gamma 0.95; done
 $PYTHON benchmark/report.py runs/coma_spread_long --out docs/results/coma_spread_long --command benchmark/baselines.sh \
     --note "the defaults but for the discount"
 
