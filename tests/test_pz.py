@@ -974,9 +974,12 @@ class NoneAtAll(Scouts):
         self.possible_agents = []
 
 
-class TextState(Scouts):
-    def state(self):
-        return {"hp": 3}
+class OwnState(Scouts):
+    """`state` is what the environment has of this name, or what it returns or raises."""
+
+    def __init__(self, mistakes, state):
+        super().__init__(mistakes)
+        self.state = state
 
 
 class TakesTurns(Scouts):
@@ -992,9 +995,32 @@ def test_what_nobody_could_play_is_one_line():
     ):
         with pytest.raises(EnvError, match=line):
             make(cls, 1, num_workers=0, mistakes={})
-    with closing(make(TextState, 1, num_workers=0, mistakes={})) as envs:  # as without a state()
+
+
+def raises(error):
+    raise error
+
+
+@pytest.mark.parametrize("state", [{"hp": 3}, lambda: raises(NotImplementedError)])
+def test_without_a_state_of_its_own_it_is_the_observations(state):
+    with closing(make(OwnState, 1, num_workers=0, mistakes={}, state=state)) as envs:
         obs, info = envs.reset(seed=1)
         np.testing.assert_array_equal(info["state"], obs.reshape(1, -1))
+
+
+@pytest.mark.parametrize(
+    "state, line",
+    [
+        (lambda: raises(AttributeError("no walls")), r"cannot be built with .*: AttributeError: no walls"),
+        (lambda: np.ones(4) + None, r"cannot be built with .*: TypeError: unsupported operand"),
+        (lambda: "abc", r"OwnState: state\(\) must return an array of numbers, not a str"),
+        (lambda: {"hp": 3}, r"OwnState: state\(\) must return an array of numbers, not a dict with 'hp'"),
+    ],
+)
+def test_a_state_that_is_wrong_is_not_passed_over(state, line):
+    """A critic of the observations would be trained, and nobody would know."""
+    with pytest.raises(EnvError, match=line):
+        make(OwnState, 1, num_workers=0, mistakes={}, state=state)
 
 
 class Leaving(Scouts):

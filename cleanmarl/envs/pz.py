@@ -12,8 +12,9 @@ act at once. In Python `make` takes the class or function itself, too. What the 
     action_mask     from there or from info[agent]["action_mask"]; an agent without a legal action has action 0
     state           env.state() flattened to float32 (the last one, where it fails without agents that are done, or has
                     another size when nobody is left; an error where others play on and it has another size); where
-                    there is no state(), the padded observations one after another. Where agents see pictures, a
-                    state() that is one stays one, and else it is theirs, one behind the other: (H, W, A * C) uint8
+                    there is none, or it raises NotImplementedError, the padded observations one after another. Where
+                    agents see pictures, a state() that is one stays one, and else it is theirs, one behind the other:
+                    (H, W, A * C) uint8
     reward          the environment's own, for each agent; whether it is the team's and whether agents may die is what
                     the environment's metadata say, {"team_reward": True, "may_die": False}, or the options of that
                     name; nothing is known of it (False, True) but in the environments of RULES below
@@ -245,12 +246,14 @@ class Layout:
                 mask = obs[agent]["action_mask"] if self.masked[a] else info.get(agent, {}).get("action_mask")
                 if mask is not None and np.shape(mask) != (self.action_sizes[a],):
                     raise TypeError(f"{agent} has {self.action_sizes[a]} actions and an action_mask {np.shape(mask)}")
+        self.has_state = callable(getattr(env, "state", None))
         try:
-            state, self.has_state = np.asarray(env.state()), True
-            if state.dtype.kind not in "biuf":
-                raise TypeError("no array of numbers")
-        except (NotImplementedError, AttributeError, TypeError):  # no state(), or something else of that name
-            state, self.has_state = self.joint(np.zeros_like(self.observation_space.low)), False
+            seen = env.state() if self.has_state else None
+        except NotImplementedError:  # PettingZoo's own, where an environment has none
+            self.has_state = False
+        state = np.asarray(seen) if self.has_state else self.joint(np.zeros_like(self.observation_space.low))
+        if state.dtype.kind not in "biuf":
+            raise EnvError(f"{env_id}: state() must return an array of numbers, not {form_of(seen)}")
         is_kept = self.has_pictures and state.dtype == np.uint8 and state.ndim == 3
         self.state_space = pictures(*state.shape) if is_kept else spaces.Box(-np.inf, np.inf, (state.size,), np.float32)
 
@@ -307,6 +310,13 @@ class Layout:
             "reward": ((N, A), np.float32),
             **dict.fromkeys(("termination", "truncation", "battle_won"), ((N,), np.bool_)),
         }
+
+
+def form_of(value) -> str:
+    """What a value is that should be numbers, for a message."""
+    if isinstance(value, dict):
+        return f"a dict with {', '.join(map(repr, value))}"
+    return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 
 def pictures(*shape: int) -> spaces.Box:
