@@ -974,6 +974,12 @@ class NoneAtAll(Scouts):
         self.possible_agents = []
 
 
+class InNoOrder(Scouts):
+    def __init__(self, mistakes):
+        super().__init__(mistakes)
+        self.possible_agents = {"scout", "medic"}
+
+
 class OwnState(Scouts):
     """`state` is what the environment has of this name, or what it returns or raises."""
 
@@ -991,6 +997,7 @@ def test_what_nobody_could_play_is_one_line():
     for cls, line in (
         (Nobody, r"Nobody: nobody plays after reset\(\): its agents are empty"),
         (NoneAtAll, r"NoneAtAll has no possible_agents"),
+        (InNoOrder, r"InNoOrder: possible_agents is a set, whose order differs between processes: make it a list"),
         (TakesTurns, r"TakesTurns is an AECEnv, whose agents take turns, .* return pettingzoo.*aec_to_parallel\(env\)"),
     ):
         with pytest.raises(EnvError, match=line):

@@ -120,6 +120,9 @@ def make(
             raise EnvError(f"{env_id} is an AECEnv, whose agents take turns, and here all act at once: {hint}")
         if not env.possible_agents:
             raise EnvError(f"{env_id} has no possible_agents")
+        if isinstance(env.possible_agents, set | frozenset):
+            hint = "whose order differs between processes: make it a list"
+            raise EnvError(f"{env_id}: possible_agents is a set, {hint}")
         layout = Layout(env_id, env)
     except EnvError:
         raise
