@@ -1004,6 +1004,16 @@ def test_what_nobody_could_play_is_one_line():
             make(cls, 1, num_workers=0, mistakes={})
 
 
+class NoMetadata(Scouts):
+    metadata = None
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("cls", [Scouts, NoMetadata])
+def test_metadata_may_be_missing(cls, num_workers):
+    make(cls, 1, num_workers=num_workers, mistakes={}).close()
+
+
 def raises(error):
     raise error
 

@@ -131,7 +131,8 @@ def make(
         raise EnvError(f"{env_id} cannot be built with {options}: {type(error).__name__}: {reason}") from error
     rules = (RULES.get(name) or RULES.get(name.partition("/")[0])) if isinstance(name, str) else None
     known = dict(zip(("team_reward", "may_die"), rules(options))) if rules else {}
-    known |= {key: env.metadata[key] for key in ("team_reward", "may_die") if key in getattr(env, "metadata", {})}
+    said = getattr(env, "metadata", None) or {}
+    known |= {key: said[key] for key in ("team_reward", "may_die") if key in said}
     check_flags(f"the metadata of {env_id}", **known)
     envs = PettingZooVectorEnv(env_id, name, env, layout, num_envs, num_workers, options)
     envs.team_reward = known.get("team_reward", False) if team_reward is None else team_reward
@@ -249,6 +250,9 @@ class Layout:
                 mask = obs[agent]["action_mask"] if self.masked[a] else info.get(agent, {}).get("action_mask")
                 if mask is not None and np.shape(mask) != (self.action_sizes[a],):
                     raise TypeError(f"{agent} has {self.action_sizes[a]} actions and an action_mask {np.shape(mask)}")
+        inner = getattr(env, "unwrapped", env)
+        if getattr(inner, "metadata", None) is None:
+            inner.metadata = {}  # that there is no state(), PettingZoo says with a name from there
         self.has_state = callable(getattr(env, "state", None))
         try:
             seen = env.state() if self.has_state else None
