@@ -4,6 +4,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -412,8 +413,8 @@ class Masked(ParallelEnv):
     metadata: ClassVar = {"name": "masked"}
     possible_agents: ClassVar = ["a"]
 
-    def __init__(self, key="observation", seen=False, size=3):
-        self.key, self.seen, self.size, self.agents = key, seen, size, ["a"]
+    def __init__(self, key="observation", seen=False, size=3, legal=1):
+        self.key, self.seen, self.mask, self.agents = key, seen, np.full(size, legal), ["a"]
 
     def observation_space(self, agent):
         box = gym.spaces.Box(0, 1, (2,))
@@ -423,9 +424,9 @@ class Masked(ParallelEnv):
         return gym.spaces.Discrete(3)
 
     def reset(self, seed=None, options=None):
-        obs, mask = np.zeros(2, np.float32), np.ones(self.size, np.int8)
-        obs = {self.key: obs, "action_mask": mask} if self.seen else obs
-        return {"a": obs}, {"a": {} if self.seen else {"action_mask": mask}}
+        obs = np.zeros(2, np.float32)
+        obs = {self.key: obs, "action_mask": self.mask} if self.seen else obs
+        return {"a": obs}, {"a": {} if self.seen else {"action_mask": self.mask}}
 
 
 class Shrinking(ParallelEnv):
@@ -481,6 +482,7 @@ def test_a_state_that_shrinks_with_the_team_is_refused():
         ({"key": "obs", "seen": True}, r"a sees \['action_mask', 'obs'\]: a mask stands beside 'observation' alone"),
         ({"seen": True, "size": 5}, r"a has 3 actions and an action_mask \(5,\)"),
         ({"size": 1}, r"a has 3 actions and an action_mask \(1,\)"),
+        ({"legal": -np.inf}, r"Masked: the action_mask of agent a must be of 0 and 1, not \[-inf, -inf, -inf\]"),
     ],
 )
 def test_masks_of_another_form_are_refused(options, line):
@@ -1038,6 +1040,26 @@ def test_a_state_that_is_wrong_is_not_passed_over(state, line):
     """A critic of the observations would be trained, and nobody would know."""
     with pytest.raises(EnvError, match=line):
         make(OwnState, 1, num_workers=0, mistakes={}, state=state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "at_reset, at_step, why",
+    [
+        ([0, 1], [0, 1], None),
+        ([0, 1], None, "is there at some steps and not at others: it must always be there, or never"),
+        (None, [0, 1], "is there at some steps and not at others: it must always be there, or never"),
+        ([0, 1], [0, -np.inf], "must be of 0 and 1, not [0.0, -inf]"),
+    ],
+)
+def test_a_mask_is_one_at_every_step(at_reset, at_step, why, num_workers):
+    """Without one all actions were legal, and one that is added to logits was read the other way round."""
+    masks = {"reset": [(1, "medic", {"action_mask": at_reset})], "step": [(4, "medic", {"action_mask": at_step})]}
+    with closing(make(Scouts, 1, num_workers=num_workers, mistakes=masks)) as envs:
+        envs.reset(seed=1)
+        line = re.escape(f"Scouts: the action_mask of agent medic {why}")
+        with pytest.raises(EnvError, match=line) if why else nullcontext():
+            assert envs.step(np.ones((1, 2), np.int64))[-1]["action_mask"].tolist() == [[[True] * 2, [False, True]]]
 
 
 class Leaving(Scouts):

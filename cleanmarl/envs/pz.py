@@ -70,6 +70,7 @@ INSTALL = {
     "sisl": "python bootstrap.py multiagent",
 }
 BLIND = ("butterfly/cooperative_pong_v6",)  # agents see nothing but black unless it renders (PettingZoo 1.27)
+MASKS = frozenset({0, 1})  # what a mask may hold; False and True are equal to them
 RULES = {  # options -> (team_reward, may_die), of environments that do not say it themselves
     "butterfly/cooperative_pong_v6": lambda options: (True, False),
     "butterfly/pistonball_v6": lambda options: (True, False),
@@ -242,14 +243,13 @@ class Layout:
             low[self.real_actions] = np.concatenate([space.low.ravel() for space in self.actions])
             high[self.real_actions] = np.concatenate([space.high.ravel() for space in self.actions])
             self.bounds = spaces.Box(low, high, dtype=np.float32)
+        self.says_legal = {}  # whether an agent, by number, has masks; not yet of those who come later
         obs, info = env.reset(seed=0)
         self.check_reset(env, obs)
         for a, agent in enumerate(self.agents):
             if agent in obs:
                 self.seen(a, obs[agent])
-                mask = obs[agent]["action_mask"] if self.masked[a] else info.get(agent, {}).get("action_mask")
-                if mask is not None and np.shape(mask) != (self.action_sizes[a],):
-                    raise TypeError(f"{agent} has {self.action_sizes[a]} actions and an action_mask {np.shape(mask)}")
+                self.legal(a, obs[agent], info)
         inner = getattr(env, "unwrapped", env)
         if getattr(inner, "metadata", None) is None:
             inner.metadata = {}  # that there is no state(), PettingZoo says with a name from there
@@ -299,6 +299,23 @@ class Layout:
             agent = self.agents[a]
             raise EnvError(f"{self.env_id}: the observation of agent {agent} is of size {has}, its space of {declared}")
         return value
+
+    def legal(self, a: int, obs, info: dict, lives: bool = True) -> np.ndarray | None:
+        """The mask of agent a, None where it has none. EnvError if it is no mask, or comes and goes."""
+        agent, size = self.agents[a], self.action_sizes[a]
+        mask = obs["action_mask"] if self.masked[a] else (info.get(agent) or {}).get("action_mask")
+        if self.says_legal.setdefault(a, mask is not None) is (mask is None) and lives:
+            why = "is there at some steps and not at others: it must always be there, or never"
+            raise EnvError(f"{self.env_id}: the action_mask of agent {agent} {why}")
+        if mask is None:
+            return None
+        mask = np.asarray(mask)
+        if mask.shape != (size,):
+            raise EnvError(f"{self.env_id}: agent {agent} has {size} actions and an action_mask {mask.shape}")
+        if not MASKS.issuperset(mask.tolist()):  # 0 and -inf would be read the other way round
+            has = reprlib.repr(mask.tolist())
+            raise EnvError(f"{self.env_id}: the action_mask of agent {agent} must be of 0 and 1, not {has}")
+        return mask
 
     def joint(self, obs: np.ndarray) -> np.ndarray:
         """The state of environments that have none, from obs (A, D) or pictures (A, H, W, C)."""
@@ -437,13 +454,13 @@ class Block:
 
     def write(self, i: int, obs_rows, state_rows, mask_rows, obs: dict, info: dict) -> None:
         """Fill row i with what the agents in agent_mask see; the others see zeros."""
-        lay, alive = self.layout, self.agent_mask[i].tolist()
+        lay, alive, lives = self.layout, self.agent_mask[i].tolist(), mask_rows is self.action_mask
         mask_rows[i] = lay.real_actions
         for a, agent in enumerate(lay.agents):
             if not alive[a] or agent not in obs:
                 obs_rows[i, a], mask_rows[i, a], mask_rows[i, a, 0] = 0, False, True
                 continue
-            mask = obs[agent]["action_mask"] if lay.masked[a] else info.get(agent, {}).get("action_mask")
+            mask = lay.legal(a, obs[agent], info, lives)  # who is done, may have left it out
             value = lay.seen(a, obs[agent])
             if lay.has_pictures:
                 obs_rows[i, a] = value
