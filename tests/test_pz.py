@@ -939,6 +939,28 @@ def test_an_observation_of_another_size_is_an_error(value, method, num_workers):
     assert mistake_of({method: [(0, "medic", value)]}, num_workers) == line
 
 
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(
+    "space, value, what",
+    [
+        (FIVE, {"seen": 1, "action_mask": 2}, f"a dict with 'seen', 'action_mask', its space {FIVE}"),
+        (FIVE, "north", f"a str, its space {FIVE}"),
+        (FIVE, np.ones(5, complex), f"an array of complex128, its space {FIVE}"),
+        (FIVE, [[1], [2, 3]], "not of its space (ValueError: setting an array element with a sequence."),
+        (spaces.Discrete(2), 7, "not of its space (IndexError: index 7 is out of bounds for axis 0 with size 2)"),
+    ],
+)
+def test_an_observation_of_another_kind_is_an_error(space, value, what, method):
+    others = [(0, agent, 0) for agent in ("scout", "medic")] if isinstance(space, spaces.Discrete) else []
+    mistakes = {"reset": others, "step": others}
+    mistakes = mistakes | {method: [*others, (0, "medic", value)]}
+    line = re.escape(f"Scouts: the observation of agent medic is {what}")
+    with pytest.raises(EnvError, match=line):
+        envs = make(Scouts, 1, num_workers=0, mistakes=mistakes, space=space)
+        envs.reset(seed=1)
+        envs.step(np.zeros((1, 2), np.int64))
+
+
 @pytest.mark.parametrize("shape", [(3, 2, 3), (18,), (1, 3, 3)])
 def test_a_picture_of_another_shape_is_an_error(shape):
     """Of the same number of pixels, or one that would be broadcast."""

@@ -39,6 +39,7 @@ import re
 import reprlib
 import warnings
 from collections.abc import Callable, Collection
+from typing import Any
 
 from cleanmarl.envs import (
     EnvError,
@@ -288,17 +289,21 @@ class Layout:
             raise EnvError(f"{self.env_id}: reset() returns no observation of {unseen!r}, which is one of its agents")
 
     def seen(self, a: int, value) -> np.ndarray:
-        """An observation of agent a as it is kept: flat (D,), or a picture. EnvError if it is of another size."""
-        space, size = self.observations[a], self.obs_sizes[a]
-        value = value["observation"] if self.masked[a] else value
-        if not isinstance(space, spaces.Box):
-            value = spaces.flatten(space, value)
-        value = np.asarray(value) if self.has_pictures else np.ravel(value)
-        has, declared = (value.shape, space.shape) if self.has_pictures else (value.size, size)
+        """An observation of agent a as it is kept: flat (D,), or a picture. EnvError if it is of another kind."""
+        space, size, agent = self.observations[a], self.obs_sizes[a], self.agents[a]
+        try:
+            value = value["observation"] if self.masked[a] else value
+            seen: Any = value if isinstance(space, spaces.Box) else spaces.flatten(space, value)
+            seen = np.asarray(seen) if self.has_pictures else np.ravel(seen)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise EnvError(f"{self.env_id}: the observation of agent {agent} is not of its space ({reason})") from error
+        if seen.dtype.kind not in "biuf":
+            raise EnvError(f"{self.env_id}: the observation of agent {agent} is {form_of(value)}, its space {space}")
+        has, declared = (seen.shape, space.shape) if self.has_pictures else (seen.size, size)
         if has != declared:
-            agent = self.agents[a]
             raise EnvError(f"{self.env_id}: the observation of agent {agent} is of size {has}, its space of {declared}")
-        return value
+        return seen
 
     def legal(self, a: int, obs, info: dict, lives: bool = True) -> np.ndarray | None:
         """The mask of agent a, None where it has none. EnvError if it is no mask, or comes and goes."""
