@@ -961,6 +961,57 @@ def test_an_observation_of_another_kind_is_an_error(space, value, what, method):
         envs.step(np.zeros((1, 2), np.int64))
 
 
+class Odd(Scouts):
+    """`change` is applied to all that a method returns."""
+
+    def __init__(self, mistakes, method, change):
+        super().__init__(mistakes)
+        self.method, self.change = method, change
+
+    def returned(self, method, *values):
+        returned = super().returned(method, *values)
+        return self.change(returned) if method == self.method else returned
+
+
+@pytest.mark.parametrize(
+    "method, change, text",
+    [
+        ("reset", lambda x: x[0], "reset() must return (observations, infos), each a dict by agent"),
+        ("reset", lambda x: [x[0], None], "reset() returns infos that are a NoneType, not a dict by agent"),
+        ("reset", lambda x: [np.ones((2, 5)), {}], "reset() returns observations that are an array of float64, not"),
+        (
+            "step",
+            lambda x: x[:4],
+            "step() must return (observations, rewards, terminations, truncations, infos), each a",
+        ),
+        (
+            "step",
+            lambda x: None,
+            "step() must return (observations, rewards, terminations, truncations, infos), each a",
+        ),
+        ("step", lambda x: [x[0], 1.0, *x[2:]], "step() returns rewards that are a float, not a dict by agent"),
+        ("step", lambda x: [*x[:2], False, *x[3:]], "step() returns terminations that are a bool, not a dict by agent"),
+        ("step", lambda x: [*x[:4], None], "step() returns infos that are a NoneType, not a dict by agent"),
+        ("step", lambda x: [x[0], x[1] | {"medic": None}, *x[2:]], "the reward of agent medic is a NoneType, not a nu"),
+        ("step", lambda x: [x[0], x[1] | {"medic": "much"}, *x[2:]], "the reward of agent medic is a str, not a nu"),
+        ("step", lambda x: [x[0], dict.fromkeys(x[1], np.ones(1)), *x[2:]], "the reward of agent scout is an array of"),
+    ],
+)
+def test_what_is_returned_in_another_form_is_one_line(method, change, text):
+    with pytest.raises(EnvError, match=re.escape(f"Odd: {text}")):
+        envs = make(Odd, 1, num_workers=0, mistakes={}, method=method, change=change)
+        envs.reset(seed=1)
+        envs.step(np.zeros((1, 2), np.int64))
+
+
+def test_the_info_of_an_agent_may_be_none():
+    silent = lambda x: [*x[:-1], dict.fromkeys(x[-1])]  # noqa: E731
+    for method in ("reset", "step"):
+        with closing(make(Odd, 1, num_workers=0, mistakes={}, method=method, change=silent)) as envs:
+            envs.reset(seed=1)
+            assert envs.step(np.zeros((1, 2), np.int64))[-1]["action_mask"].all()
+
+
 @pytest.mark.parametrize("shape", [(3, 2, 3), (18,), (1, 3, 3)])
 def test_a_picture_of_another_shape_is_an_error(shape):
     """Of the same number of pixels, or one that would be broadcast."""

@@ -38,8 +38,8 @@ import pkgutil
 import re
 import reprlib
 import warnings
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, SupportsFloat
 
 from cleanmarl.envs import (
     EnvError,
@@ -245,8 +245,7 @@ class Layout:
             high[self.real_actions] = np.concatenate([space.high.ravel() for space in self.actions])
             self.bounds = spaces.Box(low, high, dtype=np.float32)
         self.says_legal = {}  # whether an agent, by number, has masks; not yet of those who come later
-        obs, info = env.reset(seed=0)
-        self.check_reset(env, obs)
+        obs, info = self.check_reset(env, env.reset(seed=0))
         for a, agent in enumerate(self.agents):
             if agent in obs:
                 self.seen(a, obs[agent])
@@ -279,14 +278,33 @@ class Layout:
                 missing = next(agent for agent in agents if agent not in of_agents)
                 raise EnvError(f"{self.env_id}: step() returns no {what} of {missing!r}, {who}")
 
-    def check_reset(self, env, obs: dict) -> None:
+    def check_reset(self, env, returned: tuple[dict, dict]) -> tuple[dict, dict]:
         """The same for what reset() returns; those who play see something."""
+        self.check_form("reset", returned, "observations", "infos")
+        obs, _ = returned
         self.check_agents("reset", env.agents, observations=obs)
         if not env.agents:
             raise EnvError(f"{self.env_id}: nobody plays after reset(): its agents are empty")
         if not obs.keys() >= {*env.agents}:
             unseen = next(agent for agent in env.agents if agent not in obs)
             raise EnvError(f"{self.env_id}: reset() returns no observation of {unseen!r}, which is one of its agents")
+        return returned
+
+    def check_form(self, method: str, returned, *names: str) -> None:
+        """EnvError where a method returns something else than so many dictionaries by agent."""
+        if not isinstance(returned, tuple | list) or len(returned) != len(names):
+            raise EnvError(f"{self.env_id}: {method}() must return ({', '.join(names)}), each a dict by agent")
+        for what, of_agents in zip(names, returned):
+            if not isinstance(of_agents, Mapping):
+                has = form_of(of_agents)
+                raise EnvError(f"{self.env_id}: {method}() returns {what} that are {has}, not a dict by agent")
+
+    def check_step(self, returned) -> None:
+        """EnvError for what was the matter with that which step() returned, if it was its form."""
+        self.check_form("step", returned, "observations", "rewards", "terminations", "truncations", "infos")
+        for agent, reward in returned[1].items():
+            if agent in self.names and (np.ndim(reward) or not isinstance(reward, SupportsFloat)):
+                raise EnvError(f"{self.env_id}: the reward of agent {agent} is {form_of(reward)}, not a number")
 
     def seen(self, a: int, value) -> np.ndarray:
         """An observation of agent a as it is kept: flat (D,), or a picture. EnvError if it is of another kind."""
@@ -408,8 +426,8 @@ class Block:
 
     def begin(self, i: int, seed: int | None = None) -> None:
         """Start the next episode of environment i."""
-        obs, info = self.envs[i].reset(seed=int(self.rngs[i].integers(2**31)) if seed is None else seed)
-        self.layout.check_reset(self.envs[i], obs)
+        returned = self.envs[i].reset(seed=int(self.rngs[i].integers(2**31)) if seed is None else seed)
+        obs, info = self.layout.check_reset(self.envs[i], returned)
         self.ended[i] = False
         self.agent_mask[i] = self.listed[i] = [agent in self.envs[i].agents for agent in self.layout.agents]
         self.write(i, self.obs, self.state, self.action_mask, obs, info)
@@ -417,7 +435,17 @@ class Block:
     def step_env(self, i: int, env) -> None:
         agents, alive = self.layout.agents, self.agent_mask[i].copy()
         actions = {agents[a]: self.env_action(i, a) for a in np.flatnonzero(alive).tolist()}
-        obs, reward, termination, truncation, info = env.step(actions)
+        returned = env.step(actions)
+        try:
+            self.take(i, env, actions, alive, returned)
+        except Exception:
+            self.layout.check_step(returned)
+            raise
+
+    def take(self, i: int, env, actions: dict, alive: np.ndarray, returned) -> None:
+        """Write what step() returned into row i, and begin the next episode where this one ends."""
+        agents = self.layout.agents
+        obs, reward, termination, truncation, info = returned
         ends = {"terminations": termination, "truncations": truncation}
         self.layout.check_agents("step", actions, rewards=reward, **ends)
         self.layout.check_agents("step", env.agents, observations=obs)
