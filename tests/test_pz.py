@@ -943,9 +943,9 @@ def test_an_observation_of_another_size_is_an_error(value, method, num_workers):
 @pytest.mark.parametrize(
     "space, value, what",
     [
-        (FIVE, {"seen": 1, "action_mask": 2}, f"a dict with 'seen', 'action_mask', its space {FIVE}"),
-        (FIVE, "north", f"a str, its space {FIVE}"),
-        (FIVE, np.ones(5, complex), f"an array of complex128, its space {FIVE}"),
+        (FIVE, {"seen": 1, "action_mask": 2}, f"a dict with 'seen', 'action_mask', not numbers of its space {FIVE}"),
+        (FIVE, "north", f"a str, not numbers of its space {FIVE}"),
+        (FIVE, np.ones(5, complex), f"an array of complex128, not numbers of its space {FIVE}"),
         (FIVE, [[1], [2, 3]], "not of its space (ValueError: setting an array element with a sequence."),
         (spaces.Discrete(2), 7, "not of its space (IndexError: index 7 is out of bounds for axis 0 with size 2)"),
     ],

@@ -317,7 +317,8 @@ class Layout:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise EnvError(f"{self.env_id}: the observation of agent {agent} is not of its space ({reason})") from error
         if seen.dtype.kind not in "biuf":
-            raise EnvError(f"{self.env_id}: the observation of agent {agent} is {form_of(value)}, its space {space}")
+            why = f"is {form_of(value)}, not numbers of its space {space}"
+            raise EnvError(f"{self.env_id}: the observation of agent {agent} {why}")
         has, declared = (seen.shape, space.shape) if self.has_pictures else (seen.size, size)
         if has != declared:
             raise EnvError(f"{self.env_id}: the observation of agent {agent} is of size {has}, its space of {declared}")
