@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 from cleanmarl import ippo, ppo
@@ -100,6 +101,54 @@ def test_a_step_that_is_not_gymnasiums_is_one_line():
         envs.reset(seed=1)
         with pytest.raises(EnvError, match=line):
             envs.step(np.zeros(2, np.int64))
+
+
+class Odd(Corridor):
+    """At step it returns what it is given in place of the observation, the reward or the info."""
+
+    def __init__(self, space, obs=0, reward=0.0, info=None):
+        self.observation_space, self.returned = space, (obs, reward, False, False, info)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(self.observation_space.shape, self.observation_space.dtype), {"_episode": 1, "episode": 2}
+
+    def step(self, action):
+        return self.returned
+
+
+FOUR, BYTES = gym.spaces.Discrete(4), gym.spaces.Box(0, 9, (2,), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "odd, line",
+    [
+        ({"info": None}, r"Odd: step\(\) must return \(observation, .*, info\), info a dict"),
+        ({"info": []}, r"Odd: step\(\) must return \(observation, .*, info\), info a dict"),
+        ({"reward": np.ones(1)}, r"Odd: the reward of step\(\) must be a number, not array\(\[1.\]\)"),
+        ({"reward": None}, r"Odd: the reward of step\(\) must be a number, not None"),
+        ({"reward": "1"}, r"Odd: the reward of step\(\) must be a number, not '1'"),
+        ({"obs": 7}, r"Odd: an observation is not of its Discrete\(4\) \(IndexError: index 7 is out of bounds"),
+        (
+            {"space": BYTES, "obs": np.zeros(2, np.int64)},
+            r"Odd: step\(\) gave an observation int64, and its observation_space has uint8",
+        ),
+        (
+            {"space": BYTES, "obs": [0.5, 0.5]},
+            r"Odd: step\(\) gave an observation float64, and its observation_space has uint8",
+        ),
+        ({"info": {"_episode": 3}}, None),
+        ({"info": {"episode": 3}}, None),
+        ({"reward": np.float32(1)}, None),
+        ({"reward": True}, None),
+        ({"space": BYTES, "obs": np.zeros(2, np.uint8)}, None),
+        ({"space": gym.spaces.Box(0, 9, (2,)), "obs": [1, 2]}, None),
+    ],
+)
+def test_what_a_step_returns_in_another_form_is_one_line(odd, line):
+    envs = make_gymnasium(Odd, 1, vectors=True, **{"space": FOUR, "info": {}} | odd)
+    envs.reset(seed=1)
+    with pytest.raises(EnvError, match=line) if line else nullcontext():
+        assert not {"episode", "_episode"} & envs.step(np.zeros(1, np.int64))[-1].keys()
 
 
 @pytest.mark.parametrize("kind", [ValueError, ImportError, gym.error.Error])

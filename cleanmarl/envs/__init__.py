@@ -358,25 +358,41 @@ class OwnFinal(gym.Wrapper):
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.shape = env.observation_space.shape if isinstance(env.observation_space, gym.spaces.Box) else None
+        is_box = isinstance(env.observation_space, gym.spaces.Box)
+        self.shape, self.dtype = (env.observation_space.shape, env.observation_space.dtype) if is_box else (None, None)
 
-    def check_shape(self, method: str, obs) -> None:
-        if self.shape is not None and (found := np.shape(obs)) != self.shape:
-            name, has = self.spec.id if self.spec else self.env, f"its observation_space has {self.shape}"
-            raise EnvError(f"{name}: {method}() gave an observation {found}, and {has}")
+    def without_statistics(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Without what the environment calls as those are called which come where an episode ends."""
+        if "episode" in info or "_episode" in info:
+            return {key: value for key, value in info.items() if key not in ("episode", "_episode")}
+        return info
+
+    def check(self, method: str, obs) -> None:
+        if self.shape is None:
+            return
+        found: Any = np.shape(obs)
+        has: Any = self.shape
+        if found == has:
+            if getattr(obs, "dtype", None) is self.dtype:
+                return
+            found, has = np.asarray(obs).dtype, self.dtype
+            if np.can_cast(found, has, "same_kind"):
+                return
+        name = self.spec.id if self.spec else self.env
+        raise EnvError(f"{name}: {method}() gave an observation {found}, and its observation_space has {has}")
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         obs, info = self.env.reset(seed=seed, options=options)
-        self.check_shape("reset", obs)
-        return obs, info
+        self.check("reset", obs)
+        return obs, self.without_statistics(info)
 
     def step(self, action):
         obs, reward, termination, truncation, info = self.env.step(action)
-        self.check_shape("step", obs)
+        self.check("step", obs)
         if termination or truncation:
             obs = copy.deepcopy(obs)
-        elif "episode" in info:  # something of the environment's own: statistics come where an episode ends
-            info = {key: value for key, value in info.items() if key != "episode"}
+        else:
+            info = self.without_statistics(info)
         return obs, reward, termination, truncation, info
 
 
@@ -393,7 +409,18 @@ def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
         hint = "see ppo_atari.py, which has a CNN"
         raise EnvError(f"{env_id} has pictures {space.shape} and this script needs vectors: {hint}")
     is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    return env if is_vector else gym.wrappers.FlattenObservation(env)
+    return env if is_vector else Flattened(env)
+
+
+class Flattened(gym.wrappers.FlattenObservation):
+    """Says in one line which observation is none of its space."""
+
+    def observation(self, observation):
+        try:
+            return super().observation(observation)
+        except Exception as error:
+            name, space = self.spec.id if self.spec else self.env, self.env.observation_space
+            raise EnvError(f"{name}: an observation is not of its {space} ({type(error).__name__}: {error})") from error
 
 
 class Checked(gym.Wrapper):
@@ -417,8 +444,12 @@ class Checked(gym.Wrapper):
 
     def step(self, action):
         returned = self.env.step(action)
-        if len(returned) != 5:
-            raise EnvError(f"{self.env_id}: step() must return (observation, reward, terminated, truncated, info)")
+        if not isinstance(returned, tuple | list) or len(returned) != 5 or not isinstance(returned[4], dict):
+            names = "(observation, reward, terminated, truncated, info)"
+            raise EnvError(f"{self.env_id}: step() must return {names}, info a dict")
+        reward = returned[1]
+        if type(reward) is not float and (getattr(reward, "ndim", 0) or not hasattr(reward, "__float__")):
+            raise EnvError(f"{self.env_id}: the reward of step() must be a number, not {reward!r:.50}")
         return returned
 
 
