@@ -467,6 +467,7 @@ BY_HAND = [
     ("ppo", "--env-id CartPole-v1?x=1", "did you mean CartPole-v1"),
     ("ppo", "--env-id FrozenLake-v2", "did you mean FrozenLake-v1"),
     ("ppo", "--env-id /etc/passwd", "unknown environment '/etc/passwd'"),
+    ("ppo", "--env-id json:Env?x=1", "json:Env?x=1: options in an id are for many agents: here gym.register("),
     ("ppo", "--env-id json:Env-v0", "json:Env-v0: the module json has no Env-v0"),
     ("ppo", "--env-id MountainCarContinuous-v0", "needs Discrete actions and MountainCarContinuous-v0 has Box"),
     ("ppo", "--env-id Hopper-v3", "Hopper-v3 cannot be built: "),

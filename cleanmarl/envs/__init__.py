@@ -504,6 +504,9 @@ def make_gymnasium(
         raise EnvError(f"{env_id} is for many agents and this script is for one: try ippo.py")
     if isinstance(wanted, str) and ":" in wanted:
         module, _, name = env_id.partition(":")
+        if "?" in name:
+            hint = "here gym.register(..., kwargs={...}) gives them, or a function of your module"
+            raise EnvError(f"{env_id}: options in an id are for many agents: {hint}")
         own = import_own(env_id, module)
         wanted = name if name in gym.registry else own_name(env_id, own, name)
     spec: Any = wanted
