@@ -370,11 +370,11 @@ class OwnFinal(gym.Wrapper):
     def check(self, method: str, obs) -> None:
         if self.shape is None:
             return
+        if type(obs) is np.ndarray and obs.dtype is self.dtype and obs.shape == self.shape:  # what is usual, and fast
+            return
         found: Any = np.shape(obs)
         has: Any = self.shape
         if found == has:
-            if getattr(obs, "dtype", None) is self.dtype:
-                return
             found, has = np.asarray(obs).dtype, self.dtype
             if np.can_cast(found, has, "same_kind"):
                 return
@@ -391,7 +391,7 @@ class OwnFinal(gym.Wrapper):
         self.check("step", obs)
         if termination or truncation:
             obs = copy.deepcopy(obs)
-        else:
+        elif info:
             info = self.without_statistics(info)
         return obs, reward, termination, truncation, info
 
@@ -444,10 +444,13 @@ class Checked(gym.Wrapper):
 
     def step(self, action):
         returned = self.env.step(action)
-        if not isinstance(returned, tuple | list) or len(returned) != 5 or not isinstance(returned[4], dict):
+        try:
+            _, reward, _, _, info = returned
+        except (TypeError, ValueError):  # not five
+            info = None
+        if not isinstance(info, dict):
             names = "(observation, reward, terminated, truncated, info)"
             raise EnvError(f"{self.env_id}: step() must return {names}, info a dict")
-        reward = returned[1]
         if type(reward) is not float and (getattr(reward, "ndim", 0) or not hasattr(reward, "__float__")):
             raise EnvError(f"{self.env_id}: the reward of step() must be a number, not {reward!r:.50}")
         return returned
