@@ -1105,8 +1105,8 @@ def test_without_a_state_of_its_own_it_is_the_observations(state):
     [
         (lambda: raises(AttributeError("no walls")), r"cannot be built with .*: AttributeError: no walls"),
         (lambda: np.ones(4) + None, r"cannot be built with .*: TypeError: unsupported operand"),
-        (lambda: "abc", r"OwnState: state\(\) must return an array of numbers, not a str"),
-        (lambda: {"hp": 3}, r"OwnState: state\(\) must return an array of numbers, not a dict with 'hp'"),
+        (lambda: "abc", r"OwnState: state\(\) returns a str: it must be an array of numbers, or raise NotImpl"),
+        (lambda: {"hp": 3}, r"OwnState: state\(\) returns a dict with 'hp': it must be an array of numbers"),
     ],
 )
 def test_a_state_that_is_wrong_is_not_passed_over(state, line):

@@ -260,7 +260,8 @@ class Layout:
             self.has_state = False
         state = np.asarray(seen) if self.has_state else self.joint(np.zeros_like(self.observation_space.low))
         if state.dtype.kind not in "biuf":
-            raise EnvError(f"{env_id}: state() must return an array of numbers, not {form_of(seen)}")
+            hint = "it must be an array of numbers, or raise NotImplementedError"
+            raise EnvError(f"{env_id}: state() returns {form_of(seen)}: {hint}")
         is_kept = self.has_pictures and state.dtype == np.uint8 and state.ndim == 3
         self.state_space = pictures(*state.shape) if is_kept else spaces.Box(-np.inf, np.inf, (state.size,), np.float32)
 
