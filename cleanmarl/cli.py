@@ -302,7 +302,8 @@ def as_declared(value: Any, hint: Any) -> Any:
             return Path(value)
         if (container := typing.get_origin(kind) or kind) in (list, tuple) and isinstance(value, list):
             first, *others = typing.get_args(kind) or [Any]
-            kinds = [first, *others] if others and others != [...] else [first] * len(value)
+            is_fixed = others != [...] and len(others) + 1 == len(value)  # tuple[int, Path], and not tuple[int, ...]
+            kinds = [first, *others] if is_fixed else [first] * len(value)
             return container(map(as_declared, value, kinds))
     return tuple(value) if isinstance(value, list) else value
 
@@ -378,9 +379,9 @@ def parse(args_class: type, argv: list[str], script: str) -> Any:
     if {"-h", "--help"} & {*argv}:
         show_help(args_class)
     args = read_flags(args_class, argv)
-    check(args.capture_video or not args.video_interval, "--video-interval does nothing without --capture-video")
-    check(args.eval_episodes > 0 or not args.eval_interval, "--eval-interval does nothing with --eval-episodes 0")
     if args.resume is None:
+        check(args.capture_video or not args.video_interval, "--video-interval does nothing without --capture-video")
+        check(args.eval_episodes > 0 or not args.eval_interval, "--eval-interval does nothing with --eval-episodes 0")
         return args
     folder = run_folder(args.resume)
     stored, given = load_args(args_class, folder, script), read_run(folder)["args"]

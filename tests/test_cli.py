@@ -139,6 +139,14 @@ def test_arguments_come_back_as_they_were(tmp_path):
     assert json.dumps({"seed": np.int64(3), "gamma": np.float32(0.5)}, default=as_json) == '{"seed": 3, "gamma": 0.5}'
 
 
+def test_a_resumed_run_has_the_flag_that_another_needs(tmp_path):
+    meta = {"script": "copy", "args": vars(CopyArgs(capture_video=True))}
+    (tmp_path / "args.json").write_text(json.dumps(meta, default=as_json))
+    assert parse(CopyArgs, ["--resume", str(tmp_path), "--video-interval", "9"], "copy").video_interval == 9
+    with pytest.raises(UsageError, match="--video-interval does nothing without --capture-video"):
+        parse(CopyArgs, ["--video-interval", "9"], "copy")
+
+
 def test_help_of_a_copy_knows_fields_that_are_made_anew(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(CopyArgs, ["--help"], "copy")
