@@ -120,7 +120,9 @@ def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
         envs = VectorObs(EnvPool(args.env_id, num_envs, **options))
     space = envs.single_action_space
     good = isinstance(space, gym.spaces.MultiDiscrete) and space.nvec.ndim == 1 and not space.start.any()
-    check(good, f"this script needs actions of several integers, counted from 0, and {args.env_id} has {space}")
+    others = "ppo.py takes Discrete ones, ppo_continuous_action.py Box"
+    message = f"this script needs actions of several integers, counted from 0, and {args.env_id} has {space}; {others}"
+    check(good, message)
     return envs
 
 

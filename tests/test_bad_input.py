@@ -116,7 +116,7 @@ def refused(tmp_path, monkeypatch, capfd):
         ("ippo", "--env-id mpee/simple_spread_v3", "did you mean mpe/simple_spread_v3?"),
         ("ippo", "--env-id simple_spread_v3", "did you mean mpe/simple_spread_v3?"),
         ("ippo", "--env-id nowhere/nothing", "multi-agent ids are family/name"),
-        ("ippo", "--env-id CartPole-v1", "multi-agent ids are family/name"),
+        ("ippo", "--env-id CartPole-v1", "CartPole-v1 is for one agent and this script is for many: try ppo.py"),
         # spaces
         ("ppo", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box(-2.0, 2.0"),
         ("ppo", "--env-id Blackjack-v1", "needs Box or Discrete observations and Blackjack-v1 has Tuple("),
@@ -154,7 +154,7 @@ def test_refused(script, flags, text, refused):
         ("ppo_shared", "", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box(-2.0, 2.0"),
         ("ppo_continuous_action", "", "--env-id CartPole-v1", "needs Box actions (K,) and CartPole-v1 has Discrete(2)"),
         ("ppo_multidiscrete", "envpool", "--env-id Breakout-v5", "needs actions of several integers"),
-        ("ppo_multidiscrete", "", "--env-id Pendulum-v1", "needs actions of several integers"),
+        ("ppo_multidiscrete", "", "--env-id Pendulum-v1", "ppo_continuous_action.py Box"),
         ("ppo_multidiscrete_mask", "envpool", "--env-id Breakout-v5", "needs actions of several integers"),
         # games of another kind
         ("ppo_atari", "ale_py", "--env-id Pendulum-v1", "needs an Atari game, such as ALE/Breakout-v5"),
@@ -380,7 +380,7 @@ def mistakes_of(script: str) -> list[tuple[str, str]]:
     if "rho_clip" in names:
         cases.append(("--rho-clip 0.5", "--rho-clip 0.5 must be at least --c-clip 1.0"))
     if "/" in module_of(script).Args.env_id and not script.startswith("ppo_atari"):  # several agents
-        cases += [("--env-id CartPole-v1", "multi-agent ids are family/name")]
+        cases += [("--env-id CartPole-v1", "is for one agent and this script is for many: try ppo.py")]
         cases += [("--env-id mpe/simple_sprad_v3", "did you mean mpe/simple_spread_v3")]
         wrong = "has continuous actions and this script needs discrete ones"
         env_id, continuous = "mpe/simple_spread_v3", script.endswith("continuous_action")

@@ -241,6 +241,8 @@ def make(
         near = [f"pz/{env_id}"] if ":" in env_id else near  # a class of the user's
         near = [f"mpe/{env_id}"] if env_id.startswith("simple") else near
         hint = f"multi-agent ids are family/name; did you mean {' or '.join(near)}?"
+        if env_id in gym.registry:
+            raise EnvError(f"{env_id} is for one agent and this script is for many: try ppo.py")
         raise EnvError(f"unknown environment {env_id!r}: {hint}")
     envs = importlib.import_module(f"cleanmarl.envs.{family}").make(name, num_envs, **options)
     try:
