@@ -10,8 +10,7 @@ spread() {  # script, number of seeds, folder of the runs, flags
         --env-ids mpe/simple_spread_v3 --runs-dir "runs/$3" -- "${@:4}"
 }
 spread idqn 5 vdn_spread_long --total-timesteps 2000000
-spread vdn 3 vdn_spread_long --total-timesteps 5000000
-for script in qmix qtran; do spread $script 5 vdn_spread_long --total-timesteps 5000000; done
+for script in vdn qmix qtran; do spread $script 5 vdn_spread_long --total-timesteps 5000000; done
 $PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script" \
     --command benchmark/baselines.sh
 for script in vdn_lstm qmix_lstm; do spread $script 3 vdn_lstm_spread_long --total-timesteps 2000000; done
