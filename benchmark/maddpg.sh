@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What docs/algorithms/maddpg.md and its variants' pages report: every trial, then the curves. Finished trials are skipped.
+# What docs/algorithms/maddpg.md and its variants' pages report, but for foraging (baselines.sh): every trial, then the curves.
+# Finished trials are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
