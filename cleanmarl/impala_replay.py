@@ -370,7 +370,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, replay: Replay, unrol
         optimizer.step()
         all_stats.append(stats)
         if args.priority:
-            replay.priority[where] = priority.cpu() + 1e-6
+            replay.priority[where] = priority.cpu().nan_to_num(0, 0) + 1e-6  # where it is NaN run.log tells of it
     return {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
 
 

@@ -48,7 +48,7 @@ from cleanmarl.checkpoint import (
 from cleanmarl.cli import RunError, UsageError, check, flag, import_optional, load_args, read_run, run_folder, tell
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError, check_memory
 from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
-from cleanmarl.finite import NonFiniteError, find_bad, find_bad_episode
+from cleanmarl.finite import NonFiniteError, find_bad, find_bad_episode, is_finite
 from cleanmarl.folder import (
     EventFile,
     as_json,
@@ -320,6 +320,13 @@ class Run:
         if bad := find_bad(unrolls["obs"].swapaxes(0, 1), reward.swapaxes(0, 1)):  # (T + 1, N, ...), (T, N)
             where = f"environment {bad[1]} of actor {slot['actor']}"
             raise self._non_finite(f"{bad[0]} in {where}", self.step + bad[2] * len(unrolls))
+        if "final_obs" in unrolls.dtype.names:  # of truncated episodes it is learned from; elsewhere it is anything
+            n, t = np.nonzero(unrolls["truncation"])
+            if not is_finite(last := unrolls["final_obs"][n, t]):
+                row, column = np.argwhere(~np.isfinite(last))[0]
+                what = f"the last observation of an episode is {last[row, column]}"
+                where = f"environment {n[row]} of actor {slot['actor']}"
+                raise self._non_finite(f"{what} in {where}", self.step + (t[row] + 1) * len(unrolls))
 
     def log_episodes(self, info: dict[str, Any], episodes: Sequence = ()) -> None:
         """Count the episodes that ended (info's `episode` and `_episode`); the next point shows their mean.

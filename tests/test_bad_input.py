@@ -152,7 +152,7 @@ def test_refused(script, flags, text, refused):
     [
         # actions of another kind
         ("ppo_shared", "", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box(-2.0, 2.0"),
-        ("ppo_continuous_action", "", "--env-id CartPole-v1", "needs Box actions (K,) and CartPole-v1 has Discrete(2)"),
+        ("ppo_continuous_action", "", "--env-id CartPole-v1", "(K,) of floats and CartPole-v1 has Discrete(2)"),
         ("ppo_multidiscrete", "envpool", "--env-id Breakout-v5", "needs actions of several integers"),
         ("ppo_multidiscrete", "", "--env-id Pendulum-v1", "ppo_continuous_action.py Box"),
         ("ppo_multidiscrete_mask", "envpool", "--env-id Breakout-v5", "needs actions of several integers"),
@@ -471,8 +471,8 @@ BY_HAND = [
     ("ppo", "--env-id json:Env-v0", "json:Env-v0: the module json has no Env-v0"),
     ("ppo", "--env-id MountainCarContinuous-v0", "needs Discrete actions and MountainCarContinuous-v0 has Box"),
     ("ppo", "--env-id Hopper-v3", "Hopper-v3 cannot be built: "),
-    ("ppo_continuous_action", "--env-id Blackjack-v1", "needs Box actions (K,) and Blackjack-v1 has Discrete(2)"),
-    ("impala_continuous_action", "--env-id CartPole-v1", "needs Box actions (K,) and CartPole-v1 has Discrete(2)"),
+    ("ppo_continuous_action", "--env-id Blackjack-v1", "(K,) of floats and Blackjack-v1 has Discrete(2)"),
+    ("impala_continuous_action", "--env-id CartPole-v1", "(K,) of floats and CartPole-v1 has Discrete(2)"),
     ("impala", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box"),
     ("mappo_continuous_action", "--env-id matrix/penalty", "has discrete actions and this script needs continuous"),
     # numbers as people write them

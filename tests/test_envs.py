@@ -600,13 +600,18 @@ def test_environments_of_neighbouring_seeds_differ():
         (
             {"discrete": False},
             {"action_space": gym.spaces.Discrete(3)},
-            "this script needs Box actions (K,) and Spaces-v0 has Discrete(3); "
+            "this script needs Box actions (K,) of floats and Spaces-v0 has Discrete(3); "
             "try the script without _continuous_action",
         ),
         (
             {"discrete": False},
             {"action_space": gym.spaces.Box(0, 1, (2, 3))},
-            "this script needs Box actions (K,) and Spaces-v0 has Box(0.0, 1.0, (2, 3), float32)",
+            "this script needs Box actions (K,) of floats and Spaces-v0 has Box(0.0, 1.0, (2, 3), float32)",
+        ),
+        (
+            {"discrete": False},
+            {"action_space": gym.spaces.Box(0, 4, (2,), np.int64)},  # which a policy's samples are not in
+            "this script needs Box actions (K,) of floats and Spaces-v0 has Box(0, 4, (2,), int64)",
         ),
         (
             {"discrete": True},

@@ -219,6 +219,37 @@ class SickFromTheStart(Sick):
 gym.register("SickFromTheStart-v0", lambda: SickFromTheStart("", False))
 gym.register("SickFromTheStartContinuous-v0", lambda: SickFromTheStart("", True))
 
+
+class SickInTheEnd(Sick):
+    """What its truncated episodes of 10 steps end in is none."""
+
+    def step(self, action):
+        obs, reward, ends, _, info = super().step(action)
+        is_bad = ends and self.age > 100 and self.is_sick
+        return obs + (math.nan if is_bad else 0), reward, False, ends, info
+
+
+gym.register("SickInTheEnd-v0", lambda: SickInTheEnd("", False))
+
+
+@pytest.mark.parametrize("script, flags", [("impala", {}), ("impala_replay", {"priority": True})])
+def test_what_a_truncated_episode_ends_in_is_named_if_it_is_no_number(script, flags, tmp_path, monkeypatch):
+    module = importlib.import_module(f"cleanmarl.{script}")
+    flags |= {"num_actors": 0, "unroll_length": 16, "num_envs": 2, "eval_episodes": 0, "env_id": "SickInTheEnd-v0"}
+    monkeypatch.setattr(Sick, "number", 1)  # the learner builds one, too
+    message = "^the last observation of an episode is nan in environment 1 of actor 0 at step 220;"
+    with pytest.raises(NonFiniteError, match=message):
+        module.main(module.Args(runs_dir=str(tmp_path), total_timesteps=2000, **flags))
+
+
+def test_a_network_that_diverges_is_told_of_with_priorities_as_without(tmp_path):
+    """The priorities of its unrolls are none, and no places can be drawn by them."""
+    flags = {"priority": True, "num_actors": 0, "unroll_length": 16, "num_envs": 2, "eval_episodes": 0}
+    flags |= {"total_timesteps": 2000, "learning_rate": 1e30, "runs_dir": str(tmp_path)}
+    with pytest.raises(NonFiniteError, match=r"^train/policy_loss is nan, train/value_loss is nan"):
+        impala_replay.main(impala_replay.Args(**flags))
+
+
 WORDS = {"reward": "reward", "obs": "observation"}
 ROLLOUTS = {"num_steps": 32, "num_minibatches": 2}
 

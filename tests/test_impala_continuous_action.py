@@ -204,7 +204,7 @@ def test_greedy_play_equals_the_evaluation_of_the_run(tmp_path):
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--env-id CartPole-v1", "needs Box actions (K,) and CartPole-v1 has Discrete(2); try the script without"),
+        ("--env-id CartPole-v1", "(K,) of floats and CartPole-v1 has Discrete(2); try the script without"),
         ("--rho-clip 0.9", "--rho-clip 0.9 must be at least --c-clip 1.0"),
         ("--total-timesteps 9", "--total-timesteps 9 is less than the"),
     ],

@@ -117,6 +117,25 @@ class Lock(gym.Env):
 gym.register("Lock-v0", Lock, max_episode_steps=10)
 
 
+class TurnsTheAction(Lock):
+    """It changes the array that it is given, as an environment may."""
+
+    def step(self, action):
+        returned = super().step(action)
+        action -= 1
+        return returned
+
+
+gym.register("TurnsTheAction-v0", TurnsTheAction, max_episode_steps=10)
+
+
+def test_a_rollout_has_what_was_sampled_whatever_the_environment_does_with_it(tmp_path):
+    _, rollout, _, _ = first_rollout(small(tmp_path, env_id="TurnsTheAction-v0"))
+    _, same, _, _ = first_rollout(small(tmp_path, env_id="Lock-v0"))
+    np.testing.assert_array_equal(rollout.action, same.action)
+    assert len(np.unique(rollout.action)) == 5
+
+
 def test_gymnasiums_multidiscrete_actions_are_learned(tmp_path):
     points = curves(main(small(tmp_path, env_id="Lock-v0", total_timesteps=8192, learning_rate=3e-3, eval_episodes=0)))
     rewards = points["rollout/ep_reward"]

@@ -1083,6 +1083,19 @@ class NoMetadata(Scouts):
     metadata = None
 
 
+class Levers(Scouts):
+    """Its actions are whole numbers in a Box."""
+
+    def action_space(self, agent):
+        return spaces.Box(0, 4, (2,), np.int64)
+
+
+def test_box_actions_must_be_of_floats():
+    """What a policy of real numbers samples is not in the space."""
+    with pytest.raises(EnvError, match=r"Box actions must be of floats, not \['Box\(0, 4, \(2,\), int64\)'"):
+        make(Levers, 1, num_workers=0, mistakes={})
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("cls", [Scouts, NoMetadata])
 def test_metadata_may_be_missing(cls, num_workers):

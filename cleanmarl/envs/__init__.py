@@ -466,8 +466,8 @@ def check_action_space(env: gym.Env, env_id: str, discrete: bool) -> gym.Env:
             raise EnvError(f"this script needs Discrete actions and {env_id} has {space}{other_script(space)}")
         if space.start != 0:
             raise EnvError(f"this script needs actions counted from 0 and {env_id} has {space}")
-    elif not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-        raise EnvError(f"this script needs Box actions (K,) and {env_id} has {space}{other_script(space)}")
+    elif not is_vector(space):
+        raise EnvError(f"this script needs Box actions (K,) of floats and {env_id} has {space}{other_script(space)}")
     return env
 
 
@@ -477,8 +477,12 @@ def other_script(space: gym.Space) -> str:
         return "; try the script without _continuous_action"
     if isinstance(space, gym.spaces.MultiDiscrete):
         return "; try ppo_multidiscrete.py"
-    is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    return "; try a ..._continuous_action.py" if is_vector else ""
+    return "; try a ..._continuous_action.py" if is_vector(space) else ""
+
+
+def is_vector(space: gym.Space) -> bool:
+    """Whether it is Box (K,) of real numbers."""
+    return isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
 
 
 def make_gymnasium(

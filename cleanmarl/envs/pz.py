@@ -235,6 +235,8 @@ class Layout:
         self.continuous = isinstance(self.actions[0], spaces.Box)
         if not all(isinstance(s, spaces.Box if self.continuous else spaces.Discrete) for s in self.actions):
             raise TypeError(f"all agents need Discrete or all need Box actions, not {[*map(str, self.actions)]}")
+        if self.continuous and not all(np.issubdtype(s.dtype, np.floating) for s in self.actions):
+            raise TypeError(f"Box actions must be of floats, not {[*map(str, self.actions)]}")
         self.action_sizes = [math.prod(s.shape) if self.continuous else int(s.n) for s in self.actions]
         self.real_actions = np.arange(max(self.action_sizes)) < np.array(self.action_sizes)[:, None]  # (A, K)
         self.has_battles = hasattr(env, "battle_won")
