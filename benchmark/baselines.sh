@@ -9,9 +9,11 @@ spread() {  # script, number of seeds, folder of the runs, flags
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
         --env-ids mpe/simple_spread_v3 --runs-dir "runs/$3" -- "${@:4}"
 }
-spread idqn 5 vdn_spread_long --total-timesteps 2000000
-for script in vdn qmix qtran; do spread $script 5 vdn_spread_long --total-timesteps 5000000; done
-$PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script" \
+spread idqn 5 vdn_spread_long/2M --total-timesteps 2000000
+for script in vdn qmix; do spread $script 5 vdn_spread_long/5M --total-timesteps 5000000; done
+spread qtran 3 vdn_spread_long/5M --total-timesteps 5000000
+spread qtran 5 vdn_spread_long/32 --total-timesteps 5000000 --batch-size 32
+$PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script, and QTRAN with batches of 32" \
     --command benchmark/baselines.sh
 for script in vdn_lstm qmix_lstm; do spread $script 3 vdn_lstm_spread_long --total-timesteps 2000000; done
 $PYTHON benchmark/report.py runs/vdn_lstm_spread_long --out docs/results/vdn_lstm_spread_long --command benchmark/baselines.sh \

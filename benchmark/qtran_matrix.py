@@ -43,6 +43,7 @@ WITH_ACTORS |= {"num_envs": 20, "total_timesteps": 10_000, "epochs": UPDATES, "l
 DOPS = {"epsilon_start": 0.9, "epsilon_end": 0.02, "epsilon_timesteps": 6000, "on_policy_episodes": 20}
 MOST = {"FACMAC": 3, "MASAC": 3}  # seeds of those that were run fewer times than the others
 OWN = {"DOP": DOPS, "FACMAC": {"batch_size": 128}, "MASAC": {"batch_size": 128}}  # the others sample their policies
+OWN["QTRAN"] = {"batch_size": 32}  # its default when the published runs were made
 QTRANS = {"learning_rate": 1e-3, "num_envs": 32, "total_timesteps": 20_000, "epsilon_start": 1.0, "epsilon_end": 1.0}
 
 
@@ -186,7 +187,8 @@ def run(game: str, name: str, args: Args) -> None:
     if name in ACTORS:
         np.savez_compressed(path, reward=train_actors(name, game, seeds))
         return
-    learner, parameters, rewards = train(SCRIPTS[name], game, seeds, QTRANS if game == "qtran" else COPPOS)
+    settings = (QTRANS if game == "qtran" else COPPOS) | OWN.get(name, {})
+    learner, parameters, rewards = train(SCRIPTS[name], game, seeds, settings)
     results = {"reward": rewards}
     if game == "qtran":
         learned = [tables(SCRIPTS[name], learner, parameters, seed) for seed in range(len(seeds))]

@@ -53,7 +53,7 @@ README = {
     "impala_atari_envpool_breakout": ("impala_atari_envpool", "--batch-size 8 --bf16 on"),
     "impala_atari_envpool_spaceinvaders": ("impala_atari_envpool", "--num-actors 0"),
     "mappo_spread_long": ("mappo coppo ippo", ""),
-    "vdn_spread_long": ("vdn qmix qtran", ""),
+    "vdn_spread_long": ("vdn qmix qtran", "the defaults"),
     "mappo_listener_long": ("mappo coppo ippo", ""),
     "vdn_listener_long": ("qmix vdn", ""),
     "mappo_reference_long": ("mappo coppo ippo", ""),

@@ -76,7 +76,7 @@ class Args(RunArgs):
     """environment steps over which that share falls linearly"""
     buffer_size: PositiveInt = 5000
     """episodes in the replay buffer"""
-    batch_size: PositiveInt = 32
+    batch_size: PositiveInt = 128
     """episodes in a batch"""
     normalize_reward: bool = False
     """normalise rewards by the mean and the deviation of those in the replay buffer"""
