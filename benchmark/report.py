@@ -52,6 +52,7 @@ HERE = Path(__file__).resolve().parent
 RETURN, NUM_EPISODES, EVAL = "rollout/ep_reward", "rollout/num_episodes", "eval/ep_reward"
 BATTLES = "eval/battle_won"
 COLUMNS = ["script", "env_id", "settings", "seed", "step", "cpu_seconds", "wall_seconds", "metric", "value"]
+WHOLE = 0.95  # of the steps of a finished run have points, at least
 CURVE = ["env_id", "script", "settings"]  # what a curve is of
 GRID_POINTS, PAGE_POINTS = 200, 100  # of a curve in the table and in a figure, and on the page
 LAST_EPISODES = 100
@@ -162,6 +163,10 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep every point
     events.Reload()
     known = events.Tags()["scalars"]
+    last = max((events.Scalars(name)[-1].step for name in known), default=0)
+    done = folder / "done.json"
+    if done.exists() and last < WHOLE * (end := json.loads(done.read_text()).get("step", 0)):
+        raise UsageError(f"{folder}: its event files end at step {last:,} of {end:,}, cut off or damaged")
     points = [
         (m, e.step, e.value, e.wall_time) for m in dict.fromkeys(metrics) if m in known for e in events.Scalars(m)
     ]
@@ -198,7 +203,7 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
             print(f"left out: {error}", file=sys.stderr)
             continue
         if table.empty:
-            print(f"left out, has none of {metrics}: {folder}", file=sys.stderr)
+            print(f"left out, has none of {', '.join(dict.fromkeys(metrics))}: {folder}", file=sys.stderr)
             continue
         key = tuple(table.iloc[0][[*CURVE, "seed"]])
         if key in seen:  # averaging them would count the seed twice
@@ -567,7 +572,7 @@ def page_data(folder: Path) -> dict[str, Any]:
         table = summary(data)
         note = figure["note"].partition(";")[0]
         for (env_id, script, settings), rows in table.groupby(CURVE, dropna=False):
-            points = rows[rows.metric == figure["tag"]]
+            points = rows[rows.metric == figure["tag"]].dropna(subset="mean")  # a metric of one's own may be NaN
             points = points.iloc[np.linspace(0, len(points) - 1, min(len(points), PAGE_POINTS)).astype(int)]
             settings = settings if isinstance(settings, str) else note
             curve = {"script": script, "settings": settings, "figure": name, "metric": figure["tag"]}
@@ -603,7 +608,9 @@ def main(args: Args) -> None:
     data = read_runs(args.runs, [args.tag, RETURN, NUM_EPISODES, EVAL, BATTLES], args.unfinished)
     drawn = data[data.metric == args.tag]
     if drawn.empty:
-        sys.exit(f"no run has {args.tag}; there is {', '.join(sorted(data.metric.unique()))}")
+        folder = next(file.parent for path in args.runs for file in path.rglob("args.json"))
+        known = EventAccumulator(str(folder)).Reload().Tags()["scalars"]
+        sys.exit(f"no run has {args.tag}; {folder.name} has {', '.join(sorted(known))}")
     folder = args.out.parent / "data"
     folder.mkdir(parents=True, exist_ok=True)
     points = pd.concat([thin(drawn), final_results(data)])

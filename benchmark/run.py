@@ -303,16 +303,20 @@ def on_ray(args: Args, flags: list[str], stops: Callable[[], int]) -> Iterator[C
     """Trials are tasks of a Ray cluster: each is this program with --index, in this folder, on any node."""
     import ray
 
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     ray.init(address=args.address, log_to_driver=False, logging_level="error")
+    for signum, handler in handlers.items():  # which ray replaces
+        signal.signal(signum, handler)
 
     def run_index(argv: list[str], folder: str) -> str:
         process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.DEVNULL, start_new_session=True)
         try:
-            return "finished" if process.wait() == 0 else "failed"
+            while process.poll() is None:
+                time.sleep(0.2)  # a cancellation comes between two of these: it does not end a wait()
         except BaseException:  # cancelled: the trial saves
             process.terminate()
-            process.wait()
-            return "interrupted"
+            return "finished" if process.wait() == 0 else "interrupted"
+        return "finished" if process.returncode == 0 else "failed"
 
     task, folder = ray.remote(num_cpus=1, max_retries=TRIES - 1)(run_index), str(Path.cwd())
     with ThreadPoolExecutor(args.workers) as pool:

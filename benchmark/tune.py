@@ -17,6 +17,7 @@ study is RUNS_DIR/study.db (SQLite), its table RUNS_DIR/trials.csv; a folder is 
 
 import dataclasses
 import importlib.util
+import math
 import shlex
 import signal
 import statistics
@@ -201,10 +202,11 @@ class Search:
             storage=optuna.storages.RDBStorage(f"sqlite:///{args.runs_dir / 'study.db'}", engine_kwargs=patience),
             study_name="tune",
             direction="maximize",
-            sampler=optuna.samplers.TPESampler(seed=1),
             pruner=optuna.pruners.MedianPruner(n_startup_trials=START_UP, n_warmup_steps=0),
             load_if_exists=True,
         )
+        # of its own for each call: with the same one again the next trials would be the first ones again
+        self.study.sampler = optuna.samplers.TPESampler(seed=1 + len(self.study.trials))
         self.check_same()
         if not self.study.trials and (params := default_params(self.script, self.space)) is not None:
             self.study.enqueue_trial(params)
@@ -289,6 +291,8 @@ class Search:
         look()
         if status == "failed" or not curve:
             raise RunFailed(f"no {self.args.metric}, the end of {run.log}:\n{run.tail()}")
+        if not math.isfinite(curve[-1]):
+            raise RunFailed(f"{self.args.metric} is {curve[-1]} in {run.folder()}")
         return curve
 
     def curve(self, run: Trial) -> list[float]:

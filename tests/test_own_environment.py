@@ -220,13 +220,16 @@ def test_every_way_of_starting(folder, tmp_path):
         assert played.returncode == 0 and "1 episodes" in played.stdout, played.stderr
 
     script, (_, diff) = (ROOT / "cleanmarl" / "ippo.py").read_text(), next(b for b in BLOCKS if b[0] == "diff")
-    old, new = (line[1:] for line in diff.splitlines())
-    assert old in script
-    script = script.replace(old, new).replace("def make_envs", f"{FILES['meeting.py']}\n\ndef make_envs")
+    lines = [line[1:] for line in diff.splitlines()]
+    for old, new in zip(lines[::2], lines[1::2]):
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    script = script.replace("def make_envs", f"{FILES['meeting.py']}\n\ndef make_envs")
     (folder / "my_ippo.py").write_text(script)
     trained = shell(f"python my_ippo.py {SMALL}", folder)
     assert trained.returncode == 0 and not trained.stderr, trained.stderr
     run_dir = folder / re.search(r"run folder: (\S+)", trained.stdout)[1]
+    assert run_dir.name.startswith("meeting__my_ippo__1__")  # a report must not take it for simple_spread
     (folder / "my_ippo.py").unlink()  # the one in the run folder is enough, for its workers too
     played = shell(f"python -m cleanmarl.enjoy {run_dir} --episodes 1", tmp_path)
     assert played.returncode == 0 and "1 episodes" in played.stdout, played.stderr

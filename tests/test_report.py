@@ -1,8 +1,10 @@
 """The report on real event files: the tidy table, the statistics, and figures, tables and page, twice the same."""
 
 import json
+import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -322,6 +324,28 @@ def test_battles_have_their_last_evaluation_beside_the_training(tmp_path, capsys
     assert "| smax/3m | *random* | | | | 0.00 | 0.00 |" in table
 
 
+def test_a_run_whose_events_are_cut_off_is_left_out(tmp_path, capsys):
+    """Its last points are gone, and the others of its curve would be cut to what is left."""
+    points = [(step, 1.0 * step) for step in range(5, 101, 5)]
+    folders = [write_run(tmp_path / f"runs/{seed}", {report.RETURN: points}, seed) for seed in (1, 2)]
+    for folder in folders:
+        (folder / "done.json").write_text('{"step": 100}')
+    (events,) = folders[1].glob("events*")
+    with events.open("r+b") as file:
+        file.truncate(events.stat().st_size * 6 // 10)
+    table = report.read_runs([tmp_path / "runs"], [report.RETURN])
+    assert table.seed.unique().tolist() == [1] and table.step.max() == 100
+    line = rf"left out: {folders[1]}: its event files end at step (\d+) of 100, cut off or damaged\n"
+    assert 40 <= int(re.fullmatch(line, capsys.readouterr().err)[1]) <= 70
+
+
+def test_a_tag_that_no_run_has_is_told_with_those_that_there_are(tmp_path):
+    write_run(tmp_path / "a", {report.RETURN: [(1, 2.0)], "train/entropy": [(1, 1.0)], "time/SPS": [(1, 9.0)]})
+    with pytest.raises(SystemExit) as stopped:
+        report.main(report.Args([tmp_path / "a"], out=tmp_path / "out", tag="train/entropi"))
+    assert stopped.value.code == "no run has train/entropi; a has rollout/ep_reward, time/SPS, train/entropy"
+
+
 NODE = """
 const places = {}, place = () => ({ value: "step", children: [], addEventListener() {}, set innerHTML(text) {
   this.html = text; this.value = (text.match(/<option>(.*?)</) || [])[1]; } });
@@ -342,6 +366,23 @@ def test_a_curve_of_one_point_is_seen(tmp_path):
     if shutil.which("node"):
         done = subprocess.run(["node", "-e", NODE, tmp_path / "report.html"], capture_output=True, text=True)
         assert done.stdout.count("<circle ") == 1 and "NaN" not in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("values, kept", [((1.0, math.nan, 3.0), [1, 3]), ((math.nan,) * 3, None)])
+def test_points_that_are_no_numbers_are_not_drawn_on_the_page(values, kept, tmp_path):
+    """Of a metric of a copy's own: run.log looks at losses alone. The other curve is there."""
+    for name, points in (("ill", values), ("sound", (5.0, 5.0, 5.0))):
+        for seed in (1, 2):
+            points_of = {"own/number": list(zip((1, 2, 3), points)), report.RETURN: [(3, 1.0)]}
+            write_run(tmp_path / f"runs/{name}{seed}", points_of, seed, name)
+    report.main(report.Args([tmp_path / "runs"], out=tmp_path / "a", tag="own/number"))
+    data = json.loads(re.search(r"^const DATA = (.*);$", (tmp_path / "report.html").read_text(), re.MULTILINE)[1])
+    assert [curve["mean"] for curve in data[TASKS[0]]["curves"]] == [kept, [5, 5, 5]]
+    if shutil.which("node"):
+        done = subprocess.run(["node", "-e", NODE, tmp_path / "report.html"], capture_output=True, text=True)
+        assert done.stdout.count('class="curve"') == (1 if kept is None else 2) and "NaN" not in done.stdout, (
+            done.stderr
+        )
 
 
 def test_a_long_name_leaves_the_panel_its_room(tmp_path):
@@ -493,6 +534,31 @@ def test_a_grid_whose_runner_was_killed_gives_the_same_table(grid):
     again = subprocess.run(grid_of(grid, "killed"), cwd=grid, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and 5 <= again.stdout.count("skipped") < 20
     pd.testing.assert_frame_equal(table_of(grid, "killed"), table_of(grid, "pool"))
+
+
+@optional.needs("ray")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_trials_on_a_ray_cluster_save_when_the_grid_is_stopped(signum, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        argv = [sys.executable, BENCHMARK / "run.py", "--command", f"python {BENCHMARK.parent}/cleanmarl/ppo.py"]
+        argv += ["--env-ids", "CartPole-v1", "--num-seeds", "1", "--runs-dir", "runs", "--backend", "ray"]
+        argv += ["--address", cluster.address, "--", "--total-timesteps", "100000000"]
+        grid = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.time() + 200
+        while not list(tmp_path.glob("runs/CartPole*/events*")) and grid.poll() is None and time.time() < deadline:
+            time.sleep(0.2)
+        time.sleep(2)
+        grid.send_signal(signum)
+        out, err = grid.communicate(timeout=100)
+    finally:
+        cluster.shutdown()
+    assert grid.returncode == 128 + signum and "0 of 1 trials finished" in out, err
+    (folder,) = tmp_path.glob("runs/CartPole*")
+    assert (folder / "checkpoint.pt").exists() and not (folder / "done.json").exists()
 
 
 @optional.needs("ray")

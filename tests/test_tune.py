@@ -209,6 +209,23 @@ def test_a_search_that_was_killed_goes_on_where_it_was(toy):
     assert len(list((toy / "runs").glob("*/done.json"))) == len(list((toy / "runs").glob("*/started"))) == 2
 
 
+def test_a_later_call_tries_other_parameters(toy):
+    """And not the first ones again, which would be no trials: their runs are there."""
+    (toy / "toy.py").write_text(SCRIPT.replace("60 if", "0 if"))
+    for num_trials in (3, 6):
+        tune.Search(toy_args(num_trials, num_seeds=1), [], lambda: 0).work()
+    tried = [trial.params["x"] for trial in tune.Search(toy_args(6), [], lambda: 0).study.trials]
+    assert len(tried) == len(set(tried)) == 6
+
+
+def test_a_score_that_is_no_number_is_explained_and_counts(toy, capsys):
+    (toy / "toy.py").write_text(SCRIPT.replace('k * float(arg["--x"])', 'float("nan")'))
+    for told in ("1 of 1: fail", ""):  # the second time there is nothing to do
+        tune.Search(toy_args(1), [], lambda: 0).work()
+        output = capsys.readouterr().out
+        assert told in output and ("eval/ep_reward is nan in runs/" in output) == bool(told)
+
+
 def test_a_study_that_another_program_has_locked_is_waited_for(toy):
     """SQLite by itself would give up after five seconds, and the search would end in the midst of its trials."""
     search = tune.Search(toy_args(1), [], lambda: 0)
