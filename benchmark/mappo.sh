@@ -50,11 +50,10 @@ for script in ippo mappo coppo; do
     run $script 2 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 5000000 --no-share-parameters
 done
 $PYTHON benchmark/cross_play.py runs/mappo_simple_tag_v3 --side 0 1 2 --names predators prey --out docs/results/mappo_tag_cross_play
-for script in mappo coppo; do
+for script in ippo mappo coppo; do
     run $script 3 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters
 done
-run ippo_per_agent 3 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters --gamma 0.99 \
-    --no-normalize-value
+$PYTHON benchmark/cross_play.py runs/mappo_simple_adversary --side 0 --names adversary pair --out docs/results/mappo_adversary_cross_play
 # the authors take ReLU for all of these tasks but simple_spread
 for script in mappo coppo; do
     run $script 5 mpe/simple_speaker_listener_v4 runs/mappo_relu --total-timesteps 400000 --activation relu
@@ -80,7 +79,7 @@ plot foraging_15x15 \
 plot simple_tag_v3 --tag rollout/ep_reward_agent_0 \
     --note "networks of their own for all agents; the curve is a predator, the table the sum of all agents"
 plot simple_adversary --tag rollout/ep_reward_agent_1 \
-    --note "networks of their own for all agents (\`--no-share-parameters\`); \`ippo_per_agent\` with \`--gamma 0.99 --no-normalize-value\`; the curve is an agent of the pair, the table the sum of all three"
+    --note "networks of their own for all agents (\`--no-share-parameters\`); the curve is an agent of the pair, the table the sum of all three"
 
 # recurrent; coppo_lstm with rollouts of the others' size, its default of 8 x 400 steps is for StarCraft
 recurrent() {  # number of seeds, id of the environment, folder of the runs, flags
