@@ -231,7 +231,7 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
         rollout.obs[t] = obs
         logits[t] = actor(rollout.obs[t])
         rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
-        obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
+        obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t].copy())  # theirs to change
         rollout.done[t] = termination | truncation
         if "_episode" in info:
             run.log_episodes(info)
