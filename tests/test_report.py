@@ -546,7 +546,7 @@ def test_trials_on_a_ray_cluster_save_when_the_grid_is_stopped(signum, tmp_path,
     try:
         argv = [sys.executable, BENCHMARK / "run.py", "--command", f"python {BENCHMARK.parent}/cleanmarl/ppo.py"]
         argv += ["--env-ids", "CartPole-v1", "--num-seeds", "1", "--runs-dir", "runs", "--backend", "ray"]
-        argv += ["--address", cluster.address, "--", "--total-timesteps", "100000000"]
+        argv += ["--address", cluster.address, "--", "--total-timesteps", "3000000"]  # minutes, should nobody stop it
         grid = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         deadline = time.time() + 200
         while not list(tmp_path.glob("runs/CartPole*/events*")) and grid.poll() is None and time.time() < deadline:
