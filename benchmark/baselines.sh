@@ -11,7 +11,7 @@ spread() {  # script, number of seeds, folder of the runs, flags
 }
 spread idqn 5 vdn_spread_long/2M --total-timesteps 2000000
 for script in vdn qmix; do spread $script 5 vdn_spread_long/5M --total-timesteps 5000000; done
-spread qtran 5 vdn_spread_long/5M --total-timesteps 5000000 # the published runs are without seed 4, which was not finished
+spread qtran 5 vdn_spread_long/5M --total-timesteps 5000000
 spread qtran 5 vdn_spread_long/32 --total-timesteps 5000000 --batch-size 32
 $PYTHON benchmark/report.py runs/vdn_spread_long --out docs/results/vdn_spread_long --note "the defaults of each script, and QTRAN with batches of 32" \
     --command benchmark/baselines.sh
