@@ -191,6 +191,8 @@ def run(by: Contestant, peers: Path, seed: int) -> tuple[pd.DataFrame, pd.DataFr
             log.seek(0)
             sys.exit(f"status {process.returncode} from: {shlex.join(argv)}\n{log.read().decode()[-2000:]}")
         points = smooth(read_points(Path(tmp), by, start, cpu / wall))
+    if not points:
+        sys.exit(f"time_to_score: fewer than a hundred episodes, of which a score is the mean: {shlex.join(argv)}")
     reached = next((point for point in points if point.return_ >= by.score), Point(None, None, None, None))
     found = [reached.cpu_seconds and round(reached.cpu_seconds, 1), reached.step]
     about = "{cpu}, {cores} cores, load {load}, Python {python}, torch {torch}".format(**machine())

@@ -7,6 +7,7 @@ comment, `# detail core-5: ...` in a script and `# proves core-5` in or right ab
 import ast
 import csv
 import difflib
+import functools
 import io
 import json
 import re
@@ -271,6 +272,7 @@ def details_page(tags: list[Tag], tests: list[Tag]) -> str:
     return "\n".join(parts)
 
 
+@functools.cache
 def flags(path: Path, name: str = "Args") -> list[tuple[str, str, str]]:
     """(flag, default, help) of every field of a class of arguments, as they stand in its source."""
     source = path.read_text()
@@ -292,7 +294,7 @@ def flags(path: Path, name: str = "Args") -> list[tuple[str, str, str]]:
 
 def flags_table(path: Path) -> str:
     """The flags of a script, and those that it shares with all others, or with all of its kind."""
-    own = flags(path)
+    own = [*flags(path)]
     tables = [own]
     if found := re.search(r"class Args\((\w+)\)", path.read_text()):
         classes = dict.fromkeys(["RunArgs", found[1]])

@@ -622,13 +622,13 @@ def test_profile_splits_the_time_of_main(tmp_path):
 def test_hand_written_listener_goes_where_the_speaker_knows():
     still, way = np.zeros((4, 2)), np.array([[-1.0, 0], [1, 0], [0, -1], [0, 1]])
     assert hand_written.plan(still, way).tolist() == [1, 2, 3, 4]
-    told, not_told = (hand_written.play(hand_written.Args(num_episodes=256), told) for told in (True, False))
-    assert told.shape == (256,)
+    told, not_told = (hand_written.play(hand_written.Args(num_episodes=64), told) for told in (True, False))
+    assert told.shape == (64,)
     assert -40 < not_told.mean() < -25 < told.mean() < -10  # a random pair has -79.5
 
 
 def test_hand_written_pair_refers():
-    told, not_told = (hand_written.play_reference(hand_written.Args(num_episodes=128), told) for told in (True, False))
+    told, not_told = (hand_written.play_reference(hand_written.Args(num_episodes=48), told) for told in (True, False))
     assert -40 < not_told.mean() < -28 < -18 < told.mean() < -10  # a random pair has -56.5
 
 

@@ -621,7 +621,7 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
 @pytest.mark.learning
 def test_is_better_than_the_untrained_policy_in_seconds(tmp_path):
     env_id = "mpe/simple_speaker_listener_v4"
-    args = maddpg.Args(env_id=env_id, total_timesteps=30_000, runs_dir=str(tmp_path), eval_episodes=0, eval_steps=10**6)
+    args = maddpg.Args(env_id=env_id, total_timesteps=15_000, runs_dir=str(tmp_path), eval_episodes=0, eval_steps=10**6)
     args = dataclasses.replace(args, learning_rate_actor=1e-3, learning_rate_critic=1e-3, polyak=0.02)
     folder = maddpg.main(args)
     envs = maddpg.make_envs(args, 32)

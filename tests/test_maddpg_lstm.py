@@ -258,7 +258,7 @@ def test_bad_input(script, flags, text, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_is_better_than_the_untrained_policy_in_seconds(script, tmp_path):
     env_id = "mpe/simple_speaker_listener_v4"
-    args = script.Args(env_id=env_id, total_timesteps=25_000, runs_dir=str(tmp_path), eval_episodes=0, eval_steps=10**6)
+    args = script.Args(env_id=env_id, total_timesteps=12_000, runs_dir=str(tmp_path), eval_episodes=0, eval_steps=10**6)
     args = dataclasses.replace(args, learning_rate_actor=1e-3, learning_rate_critic=1e-3, polyak=0.02)
     folder = script.main(args)
     envs = script.make_envs(args, 32)

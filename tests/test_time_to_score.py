@@ -41,14 +41,14 @@ def results(tmp_path, monkeypatch):
     monkeypatch.chdir(BENCHMARK.parent)
     monkeypatch.setattr(time_to_score, "DATA", data)
     easy, hard = ("CartPole-v1", 20), ("CartPole-v1, to the end", 500)
-    contestants = [Contestant(*easy, "ppo", f"{OURS} 8192"), Contestant(*hard, "ppo", f"{OURS} 4096")]
+    contestants = [Contestant(*easy, "ppo", f"{OURS} 4096"), Contestant(*hard, "ppo", f"{OURS} 4096")]
     monkeypatch.setattr(time_to_score, "CONTESTANTS", contestants)
     return data
 
 
 def test_ours_reaches_a_low_score_and_not_the_highest(results, tmp_path):
-    for seeds in [(1,), (1, 2)]:  # the second round replaces seed 1
-        time_to_score.main(time_to_score.Args(peers=tmp_path, seeds=seeds))
+    time_to_score.main(time_to_score.Args(peers=tmp_path, seeds=(1,), only=("CartPole-v1, to the end",)))
+    time_to_score.main(time_to_score.Args(peers=tmp_path, seeds=(1, 2)))  # replaces seed 1
     rows = pd.read_csv(results / "speed_time_to_score.csv")
     assert (
         rows.seed.tolist() == [1, 2, 1, 2]
@@ -56,7 +56,7 @@ def test_ours_reaches_a_low_score_and_not_the_highest(results, tmp_path):
     )
     easy, hard = rows[rows.score == 20], rows[rows.score == 500]
     assert (easy.cpu_seconds > 0.5).all() and (easy.cpu_seconds <= easy.all_cpu_seconds).all()  # imports count
-    assert ((easy.steps > 500) & (easy.steps <= easy.all_steps)).all() and (easy.all_steps >= 7000).all()
+    assert ((easy.steps > 500) & (easy.steps <= easy.all_steps)).all() and (easy.all_steps >= 3500).all()
     assert hard.cpu_seconds.isna().all() and hard.steps.isna().all() and (hard.all_cpu_seconds > 0.5).all()
     curves = pd.read_csv(results / "speed_time_to_score_curves.csv")
     for _, curve in curves.groupby(["task", "seed"]):
@@ -75,6 +75,9 @@ def test_a_command_that_fails_ends_it(results, tmp_path, monkeypatch):
     bad = Contestant("CartPole-v1", 20, "ppo", f"{OURS} nothing")
     monkeypatch.setattr(time_to_score, "CONTESTANTS", [bad])
     with pytest.raises(SystemExit, match=r"status 2 from: .*--total-timesteps nothing"):
+        time_to_score.main(time_to_score.Args(peers=tmp_path))
+    monkeypatch.setattr(time_to_score, "CONTESTANTS", [bad._replace(command=f"{OURS} 512")])
+    with pytest.raises(SystemExit, match=r"fewer than a hundred episodes, of which a score is the mean: .*512"):
         time_to_score.main(time_to_score.Args(peers=tmp_path))
     assert not list(results.iterdir())
 
