@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from cleanmarl.cli import RunError, UsageError, import_optional, keep_freed_memory, seed_everything, tell
-from cleanmarl.envs import check_memory, workers
+from cleanmarl.envs import EnvError, check_memory, workers
 from cleanmarl.machine import ACTOR_BYTES
 
 import numpy as np
@@ -120,12 +120,12 @@ class Parameters:
                 raise SystemExit  # the learner was killed while it wrote
 
 
-def send(connection, message: int | str) -> None:
+def send(connection, message: int | str | EnvError) -> None:
     with suppress(OSError):  # the other side is gone, which receive notices
         connection.send(message)
 
 
-def receive(connection) -> int | str | None:
+def receive(connection) -> Any:
     """The next message, None if the other side is gone."""
     try:
         return connection.recv()
@@ -149,8 +149,8 @@ def act(classes, args, index: int, step: int, connection, learners, parameters_m
             slots[number]["version"], slots[number]["actor"] = parameters.read(), index
             player.play(agent, slots[number]["unrolls"])
             send(connection, number)
-    except Exception:
-        send(connection, traceback.format_exc())
+    except Exception as error:
+        send(connection, error if isinstance(error, EnvError) else traceback.format_exc())
 
 
 class Actors:
@@ -247,6 +247,8 @@ class Actors:
         self.heard[i] = [time.monotonic()] * 2
         if message is None:
             raise self.death(i)
+        if isinstance(message, EnvError):
+            raise message
         if isinstance(message, str):
             raise RunError(f"actor {i} failed:\n{message}")
         return message
@@ -366,6 +368,8 @@ class RayActors:
             try:
                 slot = self.ray.get(call)[0]
             except self.ray.exceptions.RayError as error:
+                if isinstance(cause := getattr(error, "cause", None), EnvError):
+                    raise cause from error
                 is_failure = isinstance(error, self.ray.exceptions.RayTaskError)  # it lives and says what is wrong
                 if is_failure or getattr(error, "actor_init_failed", False):  # or no other one would begin
                     raise RunError(f"an actor failed:\n{error}") from error

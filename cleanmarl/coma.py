@@ -9,6 +9,7 @@ share of uniformly random actions, which are part of their policy.
 Paper: Foerster et al. 2018 (arXiv:1705.08926). Parent: mappo.py, less all that makes it PPO.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -100,19 +101,15 @@ class Agent(nn.Module):
             layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
         )
         # detail coma-3: a critic sees the actions of the others, and values each of its agent's
-        self.critic, self.target_critic = (
-            nn.Sequential(
-                ids,
-                layer_init(StackedLinear(M, envs.state_size + A * K + obs_size, critic_hidden)),
-                Tanh(),
-                layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
-                Tanh(),
-                layer_init(StackedLinear(M, critic_hidden, K), std=1.0),
-            )
-            for _ in range(2)
+        self.critic = nn.Sequential(
+            ids,
+            layer_init(StackedLinear(M, envs.state_size + A * K + obs_size, critic_hidden)),
+            Tanh(),
+            layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
+            Tanh(),
+            layer_init(StackedLinear(M, critic_hidden, K), std=1.0),
         )
-        self.target_critic.load_state_dict(self.critic.state_dict())
-        self.target_critic.requires_grad_(False)
+        self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
         self.share_parameters, self.may_die = args.share_parameters, envs.may_die
         self.num_actions = K
         # the share of random actions, which `main` sets: a tensor, whose value --compile does not take for a constant
@@ -308,11 +305,11 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
     return loss, {"policy_loss": policy_loss.detach().mean(), "entropy": entropy.detach().mean()}
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, num_updates: int, args: Args) -> dict:
-    """T steps of the critics and one of the actors; num_updates updates came before. Returns the mean diagnostics."""
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, iteration: int, args: Args) -> dict:
+    """T steps of the critics and one of the actors; `iteration` updates came before. Returns the mean diagnostics."""
     steps, losses, norms = list(zip(*(x.split(args.num_envs) for x in batch))), [], []
     for i, step in enumerate(reversed(steps)):  # the rows of one time step, from the last to the first
-        if (num_updates * args.num_steps + i) % args.target_network_update_freq == 0:
+        if (iteration * args.num_steps + i) % args.target_network_update_freq == 0:
             agent.target_critic.load_state_dict(agent.critic.state_dict())
         loss = critic_loss(agent, Batch(*step))
         optimizer.zero_grad()

@@ -300,11 +300,12 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
 def ratio_of_others(log_ratio: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of the other agents' ratios and its clipped form g, (R, A); log_ratio (R, A) is 0 for the dead."""
     low, high = 1 - args.inner_clip_coef, 1 + args.inner_clip_coef
-    product = (log_ratio.sum(1, keepdim=True) - log_ratio).exp()
+    log_product = log_ratio.sum(1, keepdim=True) - log_ratio
+    product = log_product.exp()
     if args.clip_separately:
-        # in logarithms, so that rounding changes no product of ratios of which none is clipped
-        log_clipped = torch.clamp(log_ratio, math.log(low) if low > 0 else -math.inf, math.log(high))
-        return product, (log_clipped.sum(1, keepdim=True) - log_clipped).exp()
+        # by what each clip takes off, so that rounding changes no product of ratios of which none is clipped
+        excess = log_ratio - torch.clamp(log_ratio, math.log(low) if low > 0 else -math.inf, math.log(high))
+        return product, (log_product - (excess.sum(1, keepdim=True) - excess)).exp()
     return product, torch.clamp(product, low, high)  # detail coppo-2: double clipping, this is the inner one
 
 

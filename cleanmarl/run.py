@@ -104,6 +104,7 @@ class Run:
         self.envs, self.carried, self.playing = None, (), None  # see start(), and what the checkpoint had of them
         self.bar = self.wandb = None
         self.stop_signal: int | None = None
+        self.has_learned = False  # from an update at least
         self.bad_returns = False  # or where the returns of the last episodes were NaN or infinite
         if args.track:
             wandb = _login()
@@ -261,6 +262,8 @@ class Run:
         with self._writing():
             self._write_json("done.json", {"step": self.step, "seconds": seconds})
         self._print(f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))}, saved in {self.folder}")
+        if not self.has_learned:
+            self._print("  nothing was learned: these steps were too few for an update")
         self._print(f"  curves: tensorboard --logdir {shlex.quote(str(self.folder))}")
         self._print(f"  play:   python -m cleanmarl.enjoy {shlex.quote(str(self.folder))}")
 
@@ -360,6 +363,7 @@ class Run:
         metrics = {key: as_number(value, key) for key, value in metrics.items()}
         if self.last_step == self.start_step:  # one that was made after the Run
             self._check_schedulers()
+        self.has_learned |= bool(metrics)
         if self.bad_returns is not False:
             where = np.argwhere(self.bad_returns)[0]
             raise self._non_finite(f"the return in environment {where[0]} is not finite")

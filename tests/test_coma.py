@@ -168,6 +168,17 @@ def test_an_update_is_a_critic_step_for_each_time_step_backwards_then_an_actor_s
     assert any((a != b).any() for a, b in zip(agent.target_critic.parameters(), agent.critic.parameters()))
 
 
+@pytest.mark.parametrize("script", [coma, coma_lstm])
+def test_the_target_has_nothing_in_common_with_what_learns(script):
+    """A copy may have a learned layer in the place of the ids, which a target that held it would freeze."""
+    args = script.Args(num_envs=2)
+    agent = script.Agent(script.make_envs(args, 2), args)
+    targets = {*agent.target_critic.modules()}
+    assert targets.isdisjoint(agent.critic.modules()) and targets.isdisjoint(agent.actor.modules())
+    for ours, theirs in zip(agent.target_critic.parameters(), agent.critic.parameters()):
+        assert torch.equal(ours, theirs) and not ours.requires_grad and theirs.requires_grad
+
+
 def test_targets_come_from_the_target_network(team):
     args = coma.Args(env_id=team, **SMALL, td_lambda=0.0, gamma=0.9)
     agent, rollout, _, batch = collected(args)

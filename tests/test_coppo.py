@@ -260,6 +260,18 @@ def test_diagnostics_of_the_clips(separately):
     assert 0 < inner_clipfrac < 1 and 0 < outer_clipfrac < 1
 
 
+@pytest.mark.parametrize("script", [coppo, coppo_lstm, coppo_matrix])
+def test_rounding_is_no_clip(script):
+    """Where an agent's own ratio alone is clipped, g is the product, to the last digit."""
+    log_ratio = 0.1 * torch.randn(20_000, 3, generator=torch.Generator().manual_seed(1))
+    product, g = script.ratio_of_others(log_ratio, script.Args(clip_separately=True, inner_clip_coef=0.1))
+    is_clipped = ((log_ratio.exp() - 1).abs() > 0.1).int()
+    others = is_clipped.sum(1, keepdim=True) - is_clipped
+    alone = (others == 0) & (is_clipped == 1)
+    assert alone.sum() > 1000 and (product == g)[others == 0].all()
+    assert (product != g)[others > 0].float().mean() > 0.999
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("env_id", ["mpe/simple_spread_v3", "toy/team"])
 def test_first_ratio_is_one(env_id, shared, team):

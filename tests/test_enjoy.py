@@ -192,6 +192,7 @@ def test_a_copy_outside_the_package_trains_resumes_and_is_played_as_it_was(tmp_p
     result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "my-ppo.v2.py cannot be imported: ModuleNotFoundError: No module named 'my_layers'" in result.stderr
+    assert "(the run was begun in /" in result.stderr
 
 
 class Plain(gym.Env):

@@ -71,7 +71,18 @@ class Broken(Clock):
 
 gym.register("ImpalaClock-v0", Clock, max_episode_steps=5)
 gym.register("ImpalaBell-v0", Bell, max_episode_steps=5)
+
+
+class PaysInArrays(Clock):
+    """Against Gymnasium's interface."""
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, np.array([reward]), *rest
+
+
 gym.register("Broken-v0", Broken)
+gym.register("PaysInArrays-v0", PaysInArrays)
 BROKEN = "test_impala:Broken-v0"  # actors are other processes, which import this module to find it
 
 
@@ -872,6 +883,18 @@ def test_a_failing_actor_shows_its_traceback(tmp_path):
     assert not multiprocessing.active_children()
     (folder,) = tmp_path.iterdir()
     assert load_checkpoint(folder)["step"] == 0
+
+
+@pytest.mark.parametrize("num_actors", [0, 1])
+def test_a_mistake_of_an_environment_is_the_same_line_by_actors(num_actors, tmp_path, capsys, monkeypatch):
+    flags = ["--num-actors", num_actors, "--env-id", "test_impala:PaysInArrays-v0", "--runs-dir", tmp_path]
+    flags += ["--total-timesteps", 128, "--num-envs", 4, "--unroll-length", 16, "--eval-episodes", 0]
+    monkeypatch.setattr(sys, "argv", ["impala.py", *map(str, flags)])
+    with pytest.raises(SystemExit) as end:
+        launch(impala.main, impala.Args)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "the reward of step() must be a number, not array(" in line
+    assert line.startswith("impala: ") and not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("edit", ["weight_norm", "wider", "float64"])

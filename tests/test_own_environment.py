@@ -127,7 +127,8 @@ FOUR, BYTES = gym.spaces.Discrete(4), gym.spaces.Box(0, 9, (2,), np.uint8)
         ({"reward": np.ones(1)}, r"Odd: the reward of step\(\) must be a number, not array\(\[1.\]\)"),
         ({"reward": None}, r"Odd: the reward of step\(\) must be a number, not None"),
         ({"reward": "1"}, r"Odd: the reward of step\(\) must be a number, not '1'"),
-        ({"obs": 7}, r"Odd: an observation is not of its Discrete\(4\) \(IndexError: index 7 is out of bounds"),
+        ({"obs": 7}, r"Odd: an observation is not of its Discrete\(4\) \(ValueError: it is 7"),
+        ({"obs": -1}, r"Odd: an observation is not of its Discrete\(4\) \(ValueError: it is -1\)"),
         (
             {"space": BYTES, "obs": np.zeros(2, np.int64)},
             r"Odd: step\(\) gave an observation int64, and its observation_space has uint8",

@@ -4,6 +4,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import random
 import re
 import signal
 import subprocess
@@ -618,7 +619,7 @@ def test_a_death_where_none_was_promised_is_said(toy, num_workers):
     with closing(make(toy, 2, num_workers=num_workers, may_die=False, deaths={"one_hot": 2})) as envs:
         _, info = envs.reset()
         *_, info = envs.step(info["action_mask"].argmax(-1))
-        with pytest.raises(EnvError, match="toy: one_hot is gone before the episode ends, and may_die is False"):
+        with pytest.raises(EnvError, match="toy: one_hot is gone, or not there yet, and may_die is False"):
             envs.step(info["action_mask"].argmax(-1))
 
 
@@ -870,10 +871,10 @@ class Scouts(ParallelEnv):
 
     def reset(self, seed=None, options=None):
         self.agents = [*self.possible_agents]
-        return self.returned("reset", np.ones(self.space.shape), {})
+        return self.returned("reset", np.ones(self.space.shape, self.space.dtype), {})
 
     def step(self, actions):
-        return self.returned("step", np.ones(self.space.shape), 1.0, False, False, {})
+        return self.returned("step", np.ones(self.space.shape, self.space.dtype), 1.0, False, False, {})
 
 
 def mistake_of(mistakes: dict, num_workers: int, **options) -> str:
@@ -947,7 +948,8 @@ def test_an_observation_of_another_size_is_an_error(value, method, num_workers):
         (FIVE, "north", f"a str, not numbers of its space {FIVE}"),
         (FIVE, np.ones(5, complex), f"an array of complex128, not numbers of its space {FIVE}"),
         (FIVE, [[1], [2, 3]], "not of its space (ValueError: setting an array element with a sequence."),
-        (spaces.Discrete(2), 7, "not of its space (IndexError: index 7 is out of bounds for axis 0 with size 2)"),
+        (spaces.Discrete(2), 7, "not of its space (ValueError: it is 7)"),
+        (spaces.Discrete(2), -1, "not of its space (ValueError: it is -1)"),
     ],
 )
 def test_an_observation_of_another_kind_is_an_error(space, value, what, method):
@@ -995,6 +997,10 @@ class Odd(Scouts):
         ("step", lambda x: [x[0], x[1] | {"medic": None}, *x[2:]], "the reward of agent medic is a NoneType, not a nu"),
         ("step", lambda x: [x[0], x[1] | {"medic": "much"}, *x[2:]], "the reward of agent medic is a str, not a nu"),
         ("step", lambda x: [x[0], dict.fromkeys(x[1], np.ones(1)), *x[2:]], "the reward of agent scout is an array of"),
+        ("step", lambda x: [*x[:2], x[2] | {"medic": np.zeros(2)}, *x[3:]], "the termination of agent medic is an arr"),
+        ("step", lambda x: [*x[:3], x[3] | {"medic": np.zeros(2)}, x[4]], "the truncation of agent medic is an arr"),
+        ("step", lambda x: [*x[:4], {"scout": 3, "medic": {}}], "the info of agent scout is a int, not a dict"),
+        ("reset", lambda x: [x[0], {"scout": {}, "medic": [1]}], "the info of agent medic is a list"),
     ],
 )
 def test_what_is_returned_in_another_form_is_one_line(method, change, text):
@@ -1146,6 +1152,94 @@ def test_a_mask_is_one_at_every_step(at_reset, at_step, why, num_workers):
         line = re.escape(f"Scouts: the action_mask of agent medic {why}")
         with pytest.raises(EnvError, match=line) if why else nullcontext():
             assert envs.step(np.ones((1, 2), np.int64))[-1]["action_mask"].tolist() == [[[True] * 2, [False, True]]]
+
+
+class Infiltrated(Scouts):
+    """A third agent, which possible_agents does not name, is there from step `since` on; 0 is reset()."""
+
+    def __init__(self, mistakes, since):
+        super().__init__(mistakes)
+        self.since = since
+
+    def reset(self, seed=None, options=None):
+        self.steps, returned = 0, super().reset()
+        self.agents += ["spy"] if self.since == 0 else []
+        return returned
+
+    def step(self, actions):
+        self.steps += 1
+        self.agents = ["scout", "medic"] + ["spy"] * (self.steps >= self.since)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("since", [0, 2])
+def test_an_agent_that_nobody_knows_is_an_error(since, num_workers):
+    """Nobody would act for it, and an episode in which it alone plays on was over."""
+    line = r"Infiltrated: 'spy' is in agents, and not in possible_agents, which are \['scout', 'medic'\]"
+    with pytest.raises(EnvError, match=line):
+        envs = make(Infiltrated, 1, num_workers=num_workers, mistakes={}, since=since)
+        with closing(envs):
+            envs.reset(seed=1)
+            envs.step(np.zeros((1, 2), np.int64))
+            envs.step(np.zeros((1, 2), np.int64))
+
+
+class Twins(Scouts):
+    def __init__(self, mistakes):
+        super().__init__(mistakes)
+        self.possible_agents = ["scout", "scout"]
+
+
+class OldSpaces(Scouts):
+    def __init__(self, mistakes):
+        super().__init__(mistakes)
+        self.action_space = dict.fromkeys(self.possible_agents, spaces.Discrete(2))
+
+
+@pytest.mark.parametrize(
+    "cls, options, line",
+    [
+        (Twins, {}, r"Twins: two of its possible_agents have one name: \['scout', 'scout'\]"),
+        (OldSpaces, {}, r"OldSpaces: action_space must be a method, action_space\(agent\)"),
+        (Scouts, {"space": spaces.Box(-1, 1, (0,))}, "cannot be built with .*: TypeError: nobody observes anything"),
+    ],
+)
+def test_what_cannot_be_played_is_one_line(cls, options, line):
+    with pytest.raises(EnvError, match=line):
+        make(cls, 1, num_workers=0, mistakes={}, **options)
+
+
+@pytest.mark.parametrize("seen", [np.full((2, 3, 3), 0.5), np.full((2, 3, 3), 300)])
+def test_pictures_are_of_bytes(seen):
+    """Numbers from 0 to 1 were black."""
+    space = spaces.Box(0, 255, (2, 3, 3), np.uint8)
+    line = f"the observation of agent medic is an array of {seen.dtype}, its space of uint8"
+    mistakes = {"reset": [(0, agent, np.zeros((2, 3, 3), np.uint8)) for agent in ("scout", "medic")]}
+    mistakes["step"] = [(0, "medic", seen)]
+    envs = make(Scouts, 1, num_workers=0, pictures=True, mistakes=mistakes, space=space)
+    with closing(envs), pytest.raises(EnvError, match=line):
+        envs.reset(seed=1)
+        envs.step(np.zeros((1, 2), np.int64))
+
+
+class Careless(Scouts):
+    """It draws from what all of a process draw from."""
+
+    def reset(self, seed=None, options=None):
+        self.agents = [*self.possible_agents]
+        drawn = np.array([np.random.uniform(), random.uniform(0, 1), 0, 0, 0])  # noqa: NPY002
+        return dict.fromkeys(self.agents, drawn), {agent: {} for agent in self.agents}
+
+
+def test_workers_repeat_what_draws_from_the_generators_of_all():
+    """As in the main process, which a run seeds."""
+    seen = []
+    for seed in (1, 1, 2):
+        with closing(make(Careless, 4, num_workers=2, mistakes={})) as envs:
+            seen.append(envs.reset(seed=seed)[0][:, 0, :2])
+    assert (seen[0] == seen[1]).all() and (seen[0] != seen[2]).all()
+    assert len(np.unique(seen[0])) == 8  # no two environments, or workers, alike
 
 
 class Leaving(Scouts):

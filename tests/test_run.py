@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cleanmarl import ippo, ppo
+from cleanmarl import ippo, ppo, vdn
 from cleanmarl import run as run_module
 from cleanmarl.cli import RunArgs, UsageError, launch
 from cleanmarl.envs import make
@@ -554,6 +554,13 @@ def test_resume_remembers_the_raised_total(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ippo.py", "--resume", str(folder)])  # the line that a stopped run shows
     launch(ippo.main, ippo.Args)
     assert load_checkpoint(folder)["step"] == 256
+
+
+def test_a_run_that_was_too_short_to_learn_says_so(tmp_path, capsys):
+    flags = {"num_envs": 2, "batch_size": 4, "eval_episodes": 0, "runs_dir": str(tmp_path)}
+    for total, says in ((50, True), (100, False)):  # two and four episodes of 25 steps
+        vdn.main(vdn.Args(**flags, total_timesteps=total))
+        assert ("nothing was learned: these steps were too few for an update" in capsys.readouterr().out) == says
 
 
 def test_kill_and_resume(tmp_path, monkeypatch):

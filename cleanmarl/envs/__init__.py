@@ -419,6 +419,9 @@ class Flattened(gym.wrappers.FlattenObservation):
 
     def observation(self, observation):
         try:
+            space = self.env.observation_space
+            if isinstance(space, gym.spaces.Discrete) and not space.contains(observation):  # -1 would be the last one
+                raise ValueError(f"it is {observation!r}")
             return super().observation(observation)
         except Exception as error:
             name, space = self.spec.id if self.spec else self.env, self.env.observation_space

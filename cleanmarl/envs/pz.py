@@ -35,6 +35,7 @@ import math
 import os
 import pickle
 import pkgutil
+import random
 import re
 import reprlib
 import warnings
@@ -125,6 +126,11 @@ def make(
         if isinstance(env.possible_agents, set | frozenset):
             hint = "whose order differs between processes: make it a list"
             raise EnvError(f"{env_id}: possible_agents is a set, {hint}")
+        if len({*env.possible_agents}) < len(env.possible_agents):
+            raise EnvError(f"{env_id}: two of its possible_agents have one name: {env.possible_agents}")
+        for name_ in ("observation_space", "action_space"):
+            if not callable(getattr(env, name_, None)):
+                raise EnvError(f"{env_id}: {name_} must be a method, {name_}(agent)")
         layout = Layout(env_id, env)
     except EnvError:
         raise
@@ -228,6 +234,8 @@ class Layout:
             seen = ", ".join(str(shape or "no picture") for shape in dict.fromkeys(shapes))
             raise TypeError(f"all agents need pictures of one shape, or none, not {seen}")
         A, size = len(self.agents), max(self.obs_sizes)
+        if size == 0:
+            raise TypeError("nobody observes anything")
         self.observation_space = (
             pictures(A, *shapes[0]) if self.has_pictures else spaces.Box(-np.inf, np.inf, (A, size), np.float32)
         )
@@ -267,6 +275,13 @@ class Layout:
         is_kept = self.has_pictures and state.dtype == np.uint8 and state.ndim == 3
         self.state_space = pictures(*state.shape) if is_kept else spaces.Box(-np.inf, np.inf, (state.size,), np.float32)
 
+    def check_present(self, agents: Collection[str]) -> None:
+        """EnvError where env.agents has one that possible_agents has not: nobody would act for it."""
+        if not self.names.issuperset(agents):
+            wrong = next(agent for agent in agents if agent not in self.names)
+            here = reprlib.repr([*self.agents])
+            raise EnvError(f"{self.env_id}: {wrong!r} is in agents, and not in possible_agents, which are {here}")
+
     def check_agents(self, method: str, needed: Collection[str], **returned: dict) -> None:
         """EnvError where an agent is missing and a stranger is there: nobody would look under another name."""
         for what, of_agents in returned.items():
@@ -286,6 +301,7 @@ class Layout:
         self.check_form("reset", returned, "observations", "infos")
         obs, _ = returned
         self.check_agents("reset", env.agents, observations=obs)
+        self.check_present(env.agents)
         if not env.agents:
             raise EnvError(f"{self.env_id}: nobody plays after reset(): its agents are empty")
         if not obs.keys() >= {*env.agents}:
@@ -308,12 +324,18 @@ class Layout:
         for agent, reward in returned[1].items():
             if agent in self.names and (np.ndim(reward) or not isinstance(reward, SupportsFloat)):
                 raise EnvError(f"{self.env_id}: the reward of agent {agent} is {form_of(reward)}, not a number")
+        for what, of_agents in (("termination", returned[2]), ("truncation", returned[3])):
+            for agent, ended in of_agents.items():
+                if agent in self.names and np.ndim(ended):
+                    raise EnvError(f"{self.env_id}: the {what} of agent {agent} is {form_of(ended)}, not True or False")
 
     def seen(self, a: int, value) -> np.ndarray:
         """An observation of agent a as it is kept: flat (D,), or a picture. EnvError if it is of another kind."""
         space, size, agent = self.observations[a], self.obs_sizes[a], self.agents[a]
         try:
             value = value["observation"] if self.masked[a] else value
+            if isinstance(space, spaces.Discrete) and not space.contains(value):  # -1 would be the last one
+                raise ValueError(f"it is {reprlib.repr(value)}")
             seen: Any = value if isinstance(space, spaces.Box) else spaces.flatten(space, value)
             seen = np.asarray(seen) if self.has_pictures else np.ravel(seen)
         except Exception as error:
@@ -322,6 +344,8 @@ class Layout:
         if seen.dtype.kind not in "biuf":
             why = f"is {form_of(value)}, not numbers of its space {space}"
             raise EnvError(f"{self.env_id}: the observation of agent {agent} {why}")
+        if self.has_pictures and seen.dtype != np.uint8:  # numbers from 0 to 1 would all be 0
+            raise EnvError(f"{self.env_id}: the observation of agent {agent} is {form_of(seen)}, its space of uint8")
         has, declared = (seen.shape, space.shape) if self.has_pictures else (seen.size, size)
         if has != declared:
             raise EnvError(f"{self.env_id}: the observation of agent {agent} is of size {has}, its space of {declared}")
@@ -330,8 +354,11 @@ class Layout:
     def legal(self, a: int, obs, info: dict, lives: bool = True) -> np.ndarray | None:
         """The mask of agent a, None where it has none. EnvError if it is no mask, or comes and goes."""
         agent, size = self.agents[a], self.action_sizes[a]
-        mask = obs["action_mask"] if self.masked[a] else (info.get(agent) or {}).get("action_mask")
-        if self.says_legal.setdefault(a, mask is not None) is (mask is None) and lives:
+        holder, where = (obs, "observation") if self.masked[a] else (info.get(agent) or {}, "info")
+        if not isinstance(holder, Mapping):
+            raise EnvError(f"{self.env_id}: the {where} of agent {agent} is {form_of(holder)}, not a dict")
+        mask = holder.get("action_mask")
+        if self.says_legal.setdefault(a, self.masked[a] or mask is not None) is (mask is None) and lives:
             why = "is there at some steps and not at others: it must always be there, or never"
             raise EnvError(f"{self.env_id}: the action_mask of agent {agent} {why}")
         if mask is None:
@@ -379,7 +406,7 @@ def open_block(memory: int, pickled: bytes, options: dict, num_envs: int, first:
     name = pickle.loads(pickled)
     envs = [build(name, options) for _ in range(first, last)]
     layout = Layout(f"pz/{name}" if isinstance(name, str) else called(name), envs[0])
-    return Block(envs, layout, share(layout.fields(num_envs), memory), first)
+    return Block(envs, layout, share(layout.fields(num_envs), memory), first, in_worker=True)
 
 
 class Block:
@@ -399,8 +426,8 @@ class Block:
     truncation: np.ndarray
     battle_won: np.ndarray
 
-    def __init__(self, envs: list, layout: Layout, arrays: dict[str, np.ndarray], first: int):
-        self.envs, self.layout, self.first = envs, layout, first
+    def __init__(self, envs: list, layout: Layout, arrays: dict[str, np.ndarray], first: int, in_worker: bool = False):
+        self.envs, self.layout, self.first, self.in_worker = envs, layout, first, in_worker
         for key, array in arrays.items():
             setattr(self, key, array[first : first + len(envs)])
         self.ended = np.zeros_like(self.agent_mask)  # agents that are done while the episode goes on
@@ -408,6 +435,9 @@ class Block:
         self.rngs = [np.random.default_rng() for _ in envs]
 
     def reset(self, seeds: list[int] | None) -> None:
+        if seeds is not None and self.in_worker:  # environments that draw from these repeat, too
+            random.seed(seeds[self.first])
+            np.random.seed(seeds[self.first] % 2**32)  # noqa: NPY002
         for i in range(len(self.envs)):
             if seeds is not None:
                 self.rngs[i] = np.random.default_rng(seeds[self.first + i])
@@ -453,6 +483,7 @@ class Block:
         ends = {"terminations": termination, "truncations": truncation}
         self.layout.check_agents("step", actions, rewards=reward, **ends)
         self.layout.check_agents("step", env.agents, observations=obs)
+        self.layout.check_present(env.agents)
         self.layout.check_all(actions, "which acted", rewards=reward)
         gone = [agent for agent in actions if agent not in env.agents]
         self.layout.check_all(gone, "whose last step it was", **({} if env.agents else ends))
@@ -585,7 +616,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         info, done = self._info(), termination | truncation
         if not self.may_die and not info["agent_mask"].all():
             a = np.flatnonzero(~info["agent_mask"].all(0))[0]
-            raise EnvError(f"{self.env_id}: {self.agents[a]} is gone before the episode ends, and may_die is False")
+            raise EnvError(f"{self.env_id}: {self.agents[a]} is gone, or not there yet, and may_die is False")
         if done.any():
             for key in ("final_obs", "final_state", "final_action_mask", "final_agent_mask"):
                 info[key] = np.zeros_like(self.arrays[key])
