@@ -102,9 +102,9 @@ def test_pictures_in_mappo_with_the_environment_of_the_page(tmp_path):
         re.search(r"```python\n(import numpy as np\nfrom gymn.*?)```", page, re.S)[1]
     )
     command = re.search(r"python (my_mappo\.py --env-id pz/small_pong.*)", (DOCS / "change.md").read_text())[1].split()
-    command += ["--total-timesteps", "1024", "--eval-episodes", "0"]
+    command += ["--num-steps", "16", "--total-timesteps", "256", "--eval-episodes", "0"]
     result = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0 and "done: 1,024 steps" in result.stdout, result.stderr
+    assert result.returncode == 0 and "done: 256 steps" in result.stdout, result.stderr
 
 
 def test_vtrace_in_ppo(tmp_path):
