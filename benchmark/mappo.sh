@@ -53,7 +53,8 @@ $PYTHON benchmark/cross_play.py runs/mappo_simple_tag_v3 --side 0 1 2 --names pr
 for script in ippo mappo coppo; do
     run $script 3 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters
 done
-$PYTHON benchmark/cross_play.py runs/mappo_simple_adversary --side 0 --names adversary pair --out docs/results/mappo_adversary_cross_play
+run maddpg_multienvs 3 mpe/simple_adversary_v3 runs/maddpg_multienvs_simple_adversary --total-timesteps 1000000
+$PYTHON benchmark/cross_play.py runs/mappo_simple_adversary runs/maddpg_multienvs_simple_adversary --side 0 --names adversary pair --out docs/results/mappo_adversary_cross_play
 # the authors take ReLU for all of these tasks but simple_spread
 for script in mappo coppo; do
     run $script 5 mpe/simple_speaker_listener_v4 runs/mappo_relu --total-timesteps 400000 --activation relu
