@@ -36,7 +36,8 @@ import time
 import traceback
 import urllib.parse
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -333,6 +334,18 @@ def unknown_name(env_id: str, known) -> EnvError:
     known = [f"{family}/{name}" for name in known]
     near = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4) or sorted(known)[:5]
     return EnvError(f"unknown environment {env_id!r}; did you mean {' or '.join(near)}?")
+
+
+@contextmanager
+def building(env_id: str, options: dict[str, Any]) -> Iterator[None]:
+    """EnvError with one line for whatever goes wrong inside, where an environment is built with these options."""
+    try:
+        yield
+    except EnvError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise EnvError(f"{env_id} cannot be built with {options}: {type(error).__name__}: {reason}") from error
 
 
 class GameStatistics(gym.vector.VectorWrapper):

@@ -117,14 +117,3 @@ def need(family: str, package: str) -> None:
     except ImportError as error:
         how = f"python bootstrap.py multiagent, or pip install {package}"
         raise EnvError(f"{family}/... needs a package that is missing ({error}): {how}") from error
-
-
-def built(env_id: str, kind: type, name: str, num_envs: int, options: dict) -> Any:
-    """kind(name, num_envs, **options); EnvError with one line for whatever goes wrong."""
-    try:
-        return kind(name, num_envs, **options)
-    except EnvError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise EnvError(f"{env_id} cannot be built with {options}: {type(error).__name__}: {reason}") from error

@@ -23,8 +23,8 @@ with the sum over agents.
 import re
 from typing import ClassVar
 
-from cleanmarl.envs import draw, unknown_name
-from cleanmarl.envs.batch import BatchedVectorEnv, built, construct, need
+from cleanmarl.envs import building, draw, unknown_name
+from cleanmarl.envs.batch import BatchedVectorEnv, construct, need
 
 import gymnasium as gym
 import numpy as np
@@ -51,7 +51,8 @@ def make(name: str, num_envs: int = 1, **options) -> "ForagingVectorEnv":
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    return built(f"lbf/{name}", ForagingVectorEnv, name, num_envs, options)
+    with building(f"lbf/{name}", options):
+        return ForagingVectorEnv(name, num_envs, **options)
 
 
 def package_env(name: str, **options):

@@ -46,6 +46,7 @@ from cleanmarl.envs import (
     EnvError,
     EpisodeStatistics,
     MultiAgentVectorEnv,
+    building,
     called,
     env_seeds,
     import_own,
@@ -113,7 +114,7 @@ def make(
     check_flags(env_id, team_reward=team_reward, may_die=may_die)
     # with workers, the environment built here only shows its spaces, and needs no window
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}
-    try:
+    with building(env_id, options):
         env = build(name, shown)
         if not hasattr(env, "possible_agents"):
             hint = ": a copy of a script returns it from make_envs" if isinstance(env, MultiAgentVectorEnv) else ""
@@ -132,11 +133,6 @@ def make(
             if not callable(getattr(env, name_, None)):
                 raise EnvError(f"{env_id}: {name_} must be a method, {name_}(agent)")
         layout = Layout(env_id, env)
-    except EnvError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise EnvError(f"{env_id} cannot be built with {options}: {type(error).__name__}: {reason}") from error
     rules = (RULES.get(name) or RULES.get(name.partition("/")[0])) if isinstance(name, str) else None
     known = dict(zip(("team_reward", "may_die"), rules(options))) if rules else {}
     said = getattr(env, "metadata", None) or {}

@@ -21,8 +21,8 @@ sum over agents.
 
 from typing import ClassVar
 
-from cleanmarl.envs import EnvError, draw, unknown_name
-from cleanmarl.envs.batch import BatchedVectorEnv, built, construct, need
+from cleanmarl.envs import EnvError, building, draw, unknown_name
+from cleanmarl.envs.batch import BatchedVectorEnv, construct, need
 
 import gymnasium as gym
 import networkx as nx
@@ -42,7 +42,8 @@ def make(name: str, num_envs: int = 1, **options) -> "WarehouseVectorEnv":
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    return built(f"rware/{name}", WarehouseVectorEnv, name, num_envs, options)
+    with building(f"rware/{name}", options):
+        return WarehouseVectorEnv(name, num_envs, **options)
 
 
 def package_env(name: str, **options):

@@ -41,7 +41,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cleanmarl.envs import EnvError, pz, unknown_name
+from cleanmarl.envs import EnvError, building, pz, unknown_name
 from cleanmarl.envs.batch import construct
 
 import gymnasium as gym
@@ -91,13 +91,8 @@ def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options
 
     Raises EnvError with one line for an unknown name, the missing package, or options that it does not take.
     """
-    try:  # here for its errors
+    with building(f"smaclite/{name}", options):  # here for its errors
         parallel_env(name, **{key: value for key, value in options.items() if key != "render_mode"}).close()
-    except EnvError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise EnvError(f"smaclite/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
     envs = pz.make("cleanmarl.envs/smaclite", num_envs, num_workers, task=name, **options)
     envs.env_id = f"smaclite/{name}"
     for worker in envs.workers:
