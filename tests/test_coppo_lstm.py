@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import test_recurrent_family as family
 import torch
+from test_coppo import equations
 from toys import double
 
 SMALL = family.SMALL | {"num_minibatches": 1}
@@ -37,43 +38,6 @@ def test_rmsprop_is_the_papers(script, tmp_path):
     args = script.Args(**SMALL, optimizer="rmsprop", runs_dir=str(tmp_path))
     groups = load_checkpoint(script.main(args))["modules"]["optimizer"]["param_groups"]
     assert [(g["alpha"], g["momentum"], g["weight_decay"]) for g in groups] == [(0.99, 0, 0)] * 2
-
-
-def clip(x, eps):
-    return min(max(x, 1 - eps), 1 + eps)
-
-
-def equations(ratio, advantage, alive, eps1, eps2, separately=False, authors=False):
-    """Each agent's objective in each row (R, A), and its derivatives by the log-ratios (R, A, A), number by number.
-
-    Equation 10; with eps2 = inf it is equation 8, of which equation 7 is the case of a common advantage. `authors`:
-    min(product of all A, clip(g r) A), differentiated by all ratios.
-    """
-    value, slope = np.zeros(ratio.shape), np.zeros((*ratio.shape, ratio.shape[1]))
-    for row, i in np.argwhere(alive):
-        A, r = advantage[row, i], ratio[row]
-        others = [j for j in range(len(r)) if j != i and alive[row, j]]
-        product = g = 1.0
-        for j in others:
-            product *= r[j]
-            g *= clip(r[j], eps2)
-        inside = {j: separately and clip(r[j], eps2) == r[j] for j in others}
-        if not separately:
-            g = clip(product, eps2)
-            inside = dict.fromkeys(others, g == product)
-        inner = g * r[i]
-        outer = clip(inner, eps1)
-        first = product * r[i] if authors else inner
-        value[row, i] = min(first * A, outer * A)
-        if first * A < outer * A or (not authors and inner == outer):
-            slope[row, i, i] = first * A
-            for j in others:
-                slope[row, i, j] = first * A if authors else 0
-        elif inner == outer:
-            slope[row, i, i] = inner * A
-            for j in others:
-                slope[row, i, j] = inner * A * inside[j]
-    return value, slope
 
 
 # proves coppo-1, coppo-2, coppo-4

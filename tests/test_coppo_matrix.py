@@ -5,13 +5,12 @@ import sys
 
 from cleanmarl import coppo_matrix, enjoy
 from cleanmarl.cli import launch
-from cleanmarl.layers import Networks
 from cleanmarl.run import load_checkpoint
 
 import numpy as np
 import pytest
 import torch
-from test_coppo import INF, SMALL, equations, moved
+from test_coppo import INF, SMALL, actors_and_optimizer, equations, moved
 from toys import Quiet, double, make_rollout
 
 
@@ -26,12 +25,6 @@ def collected(args, scale=100.0):
     rollout = make_rollout(coppo_matrix, args, envs)
     now = coppo_matrix.collect(agent, envs, envs.reset(seed=1), rollout, args, Quiet())
     return agent, rollout, now, coppo_matrix.estimate(agent, rollout, *now, args)
-
-
-def actors_and_optimizer(agent, lr):
-    actors = Networks(agent.actor, len(agent.actor[-1].weight))
-    groups = [{"params": list(itertools.chain(*actors))}, {"params": list(agent.critic.parameters())}]
-    return actors, torch.optim.SGD(groups, lr=lr)
 
 
 # proves coppo-3

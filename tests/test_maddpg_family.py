@@ -1,9 +1,7 @@
 """What all five scripts of MADDPG have in common: copied parts, seeds, targets, and what a checkpoint holds."""
 
-import ast
 import copy
 import dataclasses
-import inspect
 
 from cleanmarl import (
     facmac_continuous_action,
@@ -24,20 +22,12 @@ import pytest
 import torch
 import torch.nn as nn
 from test_maddpg import CPU, SMALL, recorded, world
+from toys import code
 
 VARIANTS = [maddpg_multienvs, maddpg_lstm, maddpg_lstm_multienvs, maddpg_continuous_action]
 SCRIPTS = [maddpg, *VARIANTS]
 FAST = SMALL | {"total_timesteps": 200}
 MODULES = {"agent", "critic", "target_agent", "target_critic", "actor_optimizer", "critic_optimizer", "buffer"}
-
-
-def code(thing) -> str:
-    """Its source without docstrings and comments."""
-    tree = ast.parse(inspect.getsource(thing))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return ast.unparse(tree)
 
 
 def without_memory(main) -> list[str]:

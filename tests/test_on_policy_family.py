@@ -24,8 +24,7 @@ from cleanmarl.layers import StackedCell, StackedLinear
 import numpy as np
 import pytest
 import torch
-from test_maddpg_family import code
-from toys import Quiet, Toy, curves, make_rollout
+from toys import Quiet, Toy, code, curves, make_rollout
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 52, "eval_episodes": 0}
 CONTINUOUS = [ippo_continuous_action, mappo_continuous_action]

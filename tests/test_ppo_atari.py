@@ -13,8 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from toys import Quiet, make_rollout
+from toys import Quiet, losses, make_rollout
 
 pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
@@ -245,12 +244,6 @@ def test_evaluation_counts_games_not_lives():
 
     metrics = evaluate(envs, policy, 2, seed=1)
     assert np.sum(ends[1:]) >= 8 and metrics["eval/ep_length"] > 100  # 5 lives a game; the last ends are not seen
-
-
-def losses(folder):
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [e.value for tag in ("train/policy_loss", "train/value_loss") for e in events.Scalars(tag)]
 
 
 def test_two_updates_same_seed_same_losses_resume_and_enjoy(tmp_path):

@@ -16,8 +16,7 @@ from cleanmarl.run import load_checkpoint
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from toys import Quiet, make_rollout
+from toys import Quiet, losses, make_rollout
 
 envpool = pytest.importorskip("envpool")
 ROOT = Path(__file__).resolve().parent.parent
@@ -284,12 +283,6 @@ def test_bf16_is_close_to_fp32():
     close = agent(obs)
     assert close[0].dtype == close[1].dtype == torch.float32 and (close[1] != exact[1]).any()
     torch.testing.assert_close(close, exact, atol=0.02, rtol=0.02)
-
-
-def losses(folder):
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [e.value for tag in ("train/policy_loss", "train/value_loss") for e in events.Scalars(tag)]
 
 
 def test_two_updates_same_seed_same_losses_resume_and_enjoy(tmp_path):

@@ -9,8 +9,7 @@ from cleanmarl.run import load_checkpoint
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from toys import Quiet, make_rollout
+from toys import Quiet, losses, make_rollout
 
 pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
@@ -200,12 +199,6 @@ def test_time_limit_bootstrap_uses_the_state_of_that_moment():
             np.testing.assert_allclose(rollout.reward[t, n], reward[n] + 0.99 * value.item(), atol=1e-5)
             ends = ends[1:]
     assert len(ends) == 0
-
-
-def losses(folder):
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [e.value for tag in ("train/policy_loss", "train/value_loss") for e in events.Scalars(tag)]
 
 
 def test_two_updates_same_seed_same_losses_resume_and_enjoy(tmp_path):

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from optional import needs
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from toys import Quiet, make_rollout
+from toys import Quiet, losses, make_rollout
 
 SMALL = {"total_timesteps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 SMALL |= {"eval_episodes": 0}
@@ -98,12 +97,6 @@ def test_defaults_are_those_of_the_paper():
     args = ppo_procgen.Args()
     assert not args.anneal_lr and args.gamma == 0.999 and args.learning_rate == 5e-4 and args.clip_coef == 0.2
     assert (args.num_envs, args.num_steps, args.num_minibatches, args.update_epochs) == (64, 256, 8, 3)
-
-
-def losses(folder):
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [e.value for tag in ("train/policy_loss", "train/value_loss") for e in events.Scalars(tag)]
 
 
 @needs_qt

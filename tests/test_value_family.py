@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from test_maddpg_family import without_memory
+from test_maddpg_family import equal, without_memory
 from test_vdn import CPU, SMALL, played, recorded, values, world
 from toys import code, double, scalars
 
@@ -162,15 +162,6 @@ def test_a_head_with_a_loss_of_its_own_learns(script, monkeypatch):
     script.update(agent, target, optimizer, double(buffer.sample(5, CPU)), args)
     for (key, p), old in zip(agent.named_parameters(), before.parameters()):
         assert torch.equal(p, old) == key.startswith("unused"), key
-
-
-def equal(a, b) -> bool:
-    """Whether two nested states hold the same numbers."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

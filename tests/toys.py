@@ -236,6 +236,12 @@ def curves(folder: Path) -> dict[str, list[float]]:
     return {tag: [value for _, value in points] for tag, points in scalars(folder).items()}
 
 
+def losses(folder: Path) -> list[float]:
+    """The losses of the policy, then those of the value, at all points of a run folder."""
+    of_run = curves(folder)
+    return of_run["train/policy_loss"] + of_run["train/value_loss"]
+
+
 def wait_for(condition, seconds: float = 60):
     """The first true value of condition(), asked again and again."""
     end = time.monotonic() + seconds
