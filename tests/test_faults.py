@@ -43,7 +43,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from toys import gone, scalars, wait_for
+from toys import gone, largest_file, scalars, wait_for
 
 FOLDER = Path(ppo.__file__).parent
 SHORT = {"total_timesteps": 256, "num_envs": 2, "num_steps": 32, "num_minibatches": 2, "eval_episodes": 0}
@@ -756,17 +756,6 @@ def small_disk(folder: Path, size: str):
         yield
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-@contextmanager
-def largest_file(size: int):
-    """No file of this process can grow beyond `size` bytes: a write fails half-way, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):

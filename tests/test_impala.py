@@ -31,6 +31,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optional import need
+from test_ppo import Clock
 from toys import gone, scalars, wait_for
 
 SMALL = {"num_actors": 0, "total_timesteps": 128, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
@@ -38,39 +39,11 @@ SMALL |= {"updates_per_collect": 1}
 LINUX = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 
 
-class Clock(gym.Env):
-    """Counts to its time limit, reward 1 a step; never terminates."""
-
-    observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.t += 1
-        return np.full(1, self.t, np.float32), 1.0, False, False, {}
-
-
-class Bell(Clock):
-    """Terminates when its time is up, too: the step is both."""
-
-    def step(self, action):
-        obs, reward, *_ = super().step(action)
-        return obs, reward, self.t == 5, False, {}
-
-
 class Broken(Clock):
     """Works where it is looked at, fails when it is played."""
 
     def step(self, action):
         raise RuntimeError("the clock is broken")
-
-
-gym.register("ImpalaClock-v0", Clock, max_episode_steps=5)
-gym.register("ImpalaBell-v0", Bell, max_episode_steps=5)
 
 
 class PaysInArrays(Clock):
@@ -289,7 +262,7 @@ def test_actors_and_resumed_runs_play_episodes_of_their_own(name, env_id):
 
 
 def test_time_limits_are_truncations_with_their_last_observation():
-    _, _, unrolls = play(impala.Args(env_id="ImpalaClock-v0", **SMALL))
+    _, _, unrolls = play(impala.Args(env_id="Clock-v0", **SMALL))
     expected = np.zeros((4, 16), bool)
     expected[:, [4, 9, 14]] = True
     np.testing.assert_array_equal(unrolls["truncation"], expected)
@@ -299,12 +272,12 @@ def test_time_limits_are_truncations_with_their_last_observation():
 
 
 def test_a_termination_at_the_time_limit_is_no_truncation():
-    _, _, unrolls = play(impala.Args(env_id="ImpalaBell-v0", **SMALL))
+    _, _, unrolls = play(impala.Args(env_id="Bell-v0", **SMALL))
     assert unrolls["termination"].sum() == 12 and not unrolls["truncation"].any()
 
 
 def test_actions_are_samples_of_the_policy_and_log_probs_are_theirs():
-    args = impala.Args(env_id="ImpalaClock-v0", num_actors=0, num_envs=8, unroll_length=2000)
+    args = impala.Args(env_id="Clock-v0", num_actors=0, num_envs=8, unroll_length=2000)
     torch.manual_seed(0)
     player = impala.Player(args, 0, 0)
     agent = impala.Agent(player.envs, args)

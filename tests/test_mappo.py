@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_ippo import optimizer_for
 from toys import Quiet, double, make_rollout
 
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 50, "eval_episodes": 0}
@@ -29,12 +30,6 @@ def collected(args, scale=100):
     rollout = make_rollout(mappo, args, envs)
     now = mappo.collect(agent, envs, envs.reset(seed=1), rollout, args, Quiet())
     return agent, rollout, mappo.estimate(agent, rollout, *now, args)
-
-
-def optimizer_for(agent, learning_rate, critic_learning_rate, **kwargs):
-    groups = [{"params": agent.actor.parameters(), "lr": learning_rate}]
-    groups += [{"params": agent.critic.parameters(), "lr": critic_learning_rate}]
-    return torch.optim.Adam(groups, **kwargs)
 
 
 def seen_by_critics(agent, batch):

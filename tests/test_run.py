@@ -7,7 +7,6 @@ import platform
 import pty
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from optional import need
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
-from toys import gone, hears, scalars, wait_for
+from toys import gone, hears, largest_file, scalars, wait_for
 
 SCRIPTS = {"ppo": ppo, "ippo": ippo}
 FOLDER = Path(ppo.__file__).parent
@@ -382,17 +381,6 @@ def test_a_checkpoint_that_nobody_could_read_is_not_written(tmp_path):
     assert load_checkpoint(run.folder)["step"] == 100 and not (run.folder / "checkpoint.tmp").exists()
 
 
-@contextmanager
-def full_disk(size: int):
-    """No file of this process can grow beyond `size` bytes: a write fails half-way, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_crash_while_saving_leaves_the_previous_checkpoint(tmp_path):
     counter = Counter(1)
     with pytest.raises(RuntimeError, match="no state today"), small_run(tmp_path, {"counter": counter}) as run:
@@ -402,7 +390,7 @@ def test_crash_while_saving_leaves_the_previous_checkpoint(tmp_path):
 
         run.step, counter.value = 200, 2
         line = f"{run.folder} cannot be written (File too large) at step 200; last good checkpoint: step 100"
-        with full_disk(300_000), pytest.raises(WriteError, match=re.escape(line)):
+        with largest_file(300_000), pytest.raises(WriteError, match=re.escape(line)):
             run.save()
         assert not (run.folder / "checkpoint.tmp").exists()
         assert (run.folder / "checkpoint.pt").read_bytes() == before

@@ -3,7 +3,9 @@
 import ast
 import inspect
 import re
+import resource
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from cleanmarl.envs import EpisodeStatistics, MultiAgentVectorEnv
@@ -255,6 +257,17 @@ def hears(pid: int, signum: int) -> bool:
     """Whether a process has a handler of its own for a signal; reads /proc."""
     handled = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return handled is not None and bool(int(handled[1], 16) >> (signum - 1) & 1)
+
+
+@contextmanager
+def largest_file(size: int):
+    """No file of this process can grow beyond `size` bytes: a write fails half-way, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def gone(pid: int) -> bool:
