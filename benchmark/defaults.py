@@ -67,8 +67,7 @@ def run(script: str, total_timesteps: int, runs_dir: str) -> dict[str, float | s
     folder = module.main(module.Args(total_timesteps=total_timesteps, eval_episodes=0, runs_dir=runs_dir))
     handle.remove()
     gc.collect()
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     row = {"script": f"`{script}`", "environment": args.env_id, "steps": f"{total_timesteps:,}"}
     for name in METRICS:
         has_points = f"train/{name}" in events.Tags()["scalars"]

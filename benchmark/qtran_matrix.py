@@ -154,8 +154,7 @@ def train_actors(name: str, game: str, seeds) -> np.ndarray:
         with tempfile.TemporaryDirectory() as tmp:
             settings |= {"env_id": f"matrix/{game}", "seed": seed, "runs_dir": tmp}
             folder = script.main(script.Args(eval_steps=10**9, eval_episodes=0, **settings))
-            events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-            events.Reload()
+            events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
             rewards.append([event.value / 4 for event in events.Scalars("rollout/ep_reward")])  # the sum of four agents
     return np.array(rewards)
 

@@ -148,8 +148,7 @@ def read_points(folder: Path, by: Contestant, start: float, cpu_per_second: floa
         rows = [[float(x) for x in row] for row in csv.reader(path.open())]
         return [Point(cpu, int(step), by.factor * return_, int(episodes)) for cpu, step, return_, episodes in rows]
     [file] = folder.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file), size_guidance={"scalars": 0})
-    events.Reload()
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
     so_far = {} if by.episodes else {event.step: int(event.value) for event in events.Scalars("rollout/num_episodes")}
     points, before = [], 0
     for event in events.Scalars(by.tag):

@@ -228,8 +228,7 @@ def double(batch):
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """All points (step, value) of each metric of a run folder, as TensorBoard reads them."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
