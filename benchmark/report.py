@@ -114,7 +114,7 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
         if value == default or name in RESUME_MAY_CHANGE | {"env_id", "seed"}:
             continue
         if isinstance(value, bool):
-            words.append(flag(name) if value else f"--no-{flag(name)[2:]}")
+            words.append(flag(name if value else f"no_{name}"))
         else:
             words.append(f"{flag(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
     return " ".join(words) or "the defaults"
@@ -160,8 +160,7 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
     meta = read_meta(folder)
     args = meta["args"]
     check({"env_id", "seed"} <= args.keys(), f"{folder} has no env_id or seed among its arguments")
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep every point
-    events.Reload()
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: keep every point
     known = events.Tags()["scalars"]
     last = max((events.Scalars(name)[-1].step for name in known), default=0)
     done = folder / "done.json"
@@ -179,7 +178,7 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
     table["cpu_seconds"] = table["wall_seconds"] = np.nan
     if len(table):
         table.loc[table.index[order], ["cpu_seconds", "wall_seconds"]] = np.stack(seconds(folder, times), 1)
-    if len(table) and not (folder / "done.json").exists():
+    if len(table) and not done.exists():
         stopped = table.iloc[[-1]].assign(
             metric=PLANNED, step=table.step.max(), value=args.get("total_timesteps", np.nan)
         )
@@ -468,9 +467,8 @@ def caption(data: pd.DataFrame, figure: dict[str, str], were_kept: bool, has_pro
     known = known[known.env_id.isin(drawn.env_id) & (known.metric == figure["tag"].partition("/")[2])]
     sources = [f"{x.label} {x.score:g} ({x.source})" for x in known.itertuples()]
     parts += [f"Dashed: {'; '.join(dict.fromkeys(sources))}"] if sources else []
-    parts += (
-        ["Last panel: the share of runs above a normalised score, 0 random, 1 the best known"] if has_profile else []
-    )
+    if has_profile:
+        parts.append("Last panel: the share of runs above a normalised score, 0 random, 1 the best known")
     planned = data[data.metric == PLANNED]
     parts += [f"Stopped after {x.step:,.0f} of {x.mean:,.0f} steps: {x.script}" for x in planned.itertuples()]
     parts += [f"Commands: `{figure['command']}`"] if figure["command"] else []
@@ -582,9 +580,8 @@ def page_data(folder: Path) -> dict[str, Any]:
                 curve[column] = None if values.isna().all() else [float(f"{x:.5g}") for x in values]
             for metric in [*FINAL, PLANNED]:
                 final = rows[rows.metric == metric]
-                curve[metric] = (
-                    [float(f"{x:.5g}") for x in final[["mean", "low", "high"]].iloc[0].dropna()] if len(final) else []
-                )
+                numbers = final[["mean", "low", "high"]][:1].to_numpy().ravel()
+                curve[metric] = [float(f"{x:.5g}") for x in numbers if not np.isnan(x)]
             curve["steps"] = float(rows.step.max())
             envs.setdefault(env_id, {"curves": [], "yardsticks": []})["curves"].append(curve)
     for env in envs.values():  # the table has all settings
@@ -615,10 +612,9 @@ def main(args: Args) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     points = pd.concat([thin(drawn), final_results(data)])
     written = {"step": "{:.8g}", "cpu_seconds": "{:.5g}", "wall_seconds": "{:.5g}", "value": "{:.6g}"}
-    texts = {
-        name: points[name].map(lambda x, form=form: form.format(x) if x == x else "") for name, form in written.items()
-    }
-    points.assign(**texts).to_csv(folder / f"{args.out.name}.csv", index=False)
+    for name, form in written.items():
+        points[name] = points[name].map(form.format, na_action="ignore")
+    points.to_csv(folder / f"{args.out.name}.csv", index=False)
     index = folder / "figures.json"
     figures = json.loads(index.read_text()) if index.exists() else {}
     figures[args.out.name] = {"tag": args.tag, "note": args.note, "command": args.command}

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cleanmarl.cli import UsageError, check, check_range, flag, limits
+from cleanmarl.cli import UsageError, check, check_range, flag, interval
 
 import optuna
 import tyro
@@ -122,12 +122,11 @@ def read_param(text: str, args_class: type) -> BaseDistribution:
             ends = [kind(word) for word in values.split(",")]
         elif values:
             ends = [kind(low), kind(high)]
-        else:  # of limits(hint) a Ge or Gt and an Le or Lt
-            found = {
-                side: getattr(x, side) for x in limits(hint) for side in ("ge", "gt", "le", "lt") if hasattr(x, side)
-            }
-            ends = [found[side] for side in ("ge", "gt", "le", "lt") if side in found]
-            check(len(ends) == 2, f"--params {name} needs a range, {name}=LOW..HIGH: its annotation has no two ends")
+        else:
+            least, _, most, _ = interval(hint)
+            ends = [least, most]
+            message = f"--params {name} needs a range, {name}=LOW..HIGH: its annotation has no two ends"
+            check(all(map(math.isfinite, ends)), message)
     except ValueError as error:
         raise UsageError(f"--params {text}: {error}") from error
     for end in ends if values else ():
@@ -158,7 +157,7 @@ def to_flags(params: dict[str, Any]) -> list[str]:
     words = []
     for name, value in params.items():
         if isinstance(value, bool):
-            words.append(flag(name) if value else f"--no-{flag(name)[2:]}")
+            words.append(flag(name if value else f"no_{name}"))
         else:
             words += [flag(name), f"{value:.6g}" if isinstance(value, float) else str(value)]
     return words
@@ -298,10 +297,9 @@ class Search:
     def curve(self, run: Trial) -> list[float]:
         """The scores of a run's evaluations so far."""
         folder = run.folder()
-        if folder is None or not folder.exists():
+        if folder is None:
             return []
-        events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-        events.Reload()
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         points = events.Scalars(self.args.metric) if self.args.metric in events.Tags()["scalars"] else []
         random, best = self.scales[run.about["env_id"]]
         return [(point.value - random) / (best - random) for point in points]
