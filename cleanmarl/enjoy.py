@@ -85,12 +85,11 @@ def load_script(folder: Path, meta: dict[str, Any]) -> ModuleType:
             cloudpickle.register_pickle_by_value(module)  # workers cannot import an environment of this file by name
             spec.loader.exec_module(module)
     except Exception as error:
-        hint = (
-            f" (the run was begun in {meta['folder']})" if isinstance(error, ImportError) and "folder" in meta else ""
-        )
+        is_missing = isinstance(error, ImportError) and "folder" in meta
+        hint = f" (the run was begun in {meta['folder']})" if is_missing else ""
         raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}{hint}") from error
-    missing = [name for name in ("Args", "Agent", "make_envs", "make_policy") if not hasattr(module, name)]
-    check(not missing, f"{path} is no script that can be played: it has no {missing[0] if missing else ''}")
+    for needed in ("Args", "Agent", "make_envs", "make_policy"):
+        check(hasattr(module, needed), f"{path} is no script that can be played: it has no {needed}")
     return module
 
 
