@@ -423,8 +423,7 @@ def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
     if is_picture(space):
         hint = "see ppo_atari.py, which has a CNN"
         raise EnvError(f"{env_id} has pictures {space.shape} and this script needs vectors: {hint}")
-    is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    return env if is_vector else Flattened(env)
+    return env if isinstance(space, gym.spaces.Box) and len(space.shape) == 1 else Flattened(env)
 
 
 class Flattened(gym.wrappers.FlattenObservation):

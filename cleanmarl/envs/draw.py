@@ -7,9 +7,9 @@ import os
 import numpy as np
 
 
-def canvas(height: int, width: int, color: float = 0.97) -> np.ndarray:
+def canvas(height: int, width: int) -> np.ndarray:
     """An empty picture (H, W, 3), float from 0 to 1."""
-    return np.full((height, width, 3), color)
+    return np.full((height, width, 3), 0.97)
 
 
 def finished(frame: np.ndarray) -> np.ndarray:

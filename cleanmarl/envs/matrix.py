@@ -40,10 +40,10 @@ from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, che
 import numpy as np
 
 
-def alike(same, three, other: float = -40) -> np.ndarray:
-    """Table (9, 9, 9, 9): same[a] if all four play a, three[a] if exactly three play a, else `other`."""
+def alike(same, three) -> np.ndarray:
+    """Table (9, 9, 9, 9): same[a] if all four play a, three[a] if exactly three play a, else -40."""
     joint = np.indices((9, 9, 9, 9))
-    table = np.full((9, 9, 9, 9), other, np.float32)
+    table = np.full((9, 9, 9, 9), -40, np.float32)
     for a in range(9):
         count = (joint == a).sum(axis=0)
         table[count == 4] = same[a]

@@ -564,7 +564,6 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         agents = tuple(map(str, layout.agents))
         sizes = layout.obs_sizes, layout.action_sizes, math.prod(layout.state_space.shape)
         self._set_spaces(num_envs, agents, *sizes, layout.bounds, layout.observation_space, layout.state_space)
-        self.bounds = layout.bounds
         if self.continuous:
             low, high = (bound.astype(np.float64) for bound in (layout.bounds.low, layout.bounds.high))
             slack = np.where(np.isfinite(high - low), 1e-6 * (high - low), 0)  # for roundings of other units
@@ -667,7 +666,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
             n, a = np.argwhere(wrong)[0]
             if self.continuous:
                 k = outside[n, a].argmax()
-                space = self.bounds
+                space: Any = self.single_action_space
                 why = f"not finite or out of bounds: number {k} must be from {space.low[a, k]} to {space.high[a, k]}"
             else:
                 why = f"illegal, legal are {np.flatnonzero(legal[n, a]).tolist()}"
