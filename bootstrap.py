@@ -102,6 +102,7 @@ def main() -> None:
         )
         sys.exit(subprocess.run([str(PYTHON), __file__, *sorted(groups)]).returncode)
 
+    STAMP.write_text(json.dumps(wanted_state(groups) | {"lock": "an install that was begun"}))
     try:
         install(groups)
     except subprocess.CalledProcessError as error:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cleanmarl.cli import PositiveInt, UsageError, check, check_ranges, read_run
+from cleanmarl.cli import PositiveInt, RunError, UsageError, check, check_ranges, read_run
 from cleanmarl.enjoy import Policy
-from cleanmarl.envs import EnvError, MultiAgentVectorEnv
+from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError
 from cleanmarl.evaluate import evaluate
 
 import numpy as np
@@ -120,5 +120,5 @@ if __name__ == "__main__":
     except (UsageError, EnvError) as error:
         print(f"cross_play: {error}", file=sys.stderr)
         sys.exit(2)
-    except OSError as error:  # a folder that cannot be written
+    except (OSError, WorkerError, RunError) as error:  # a folder that cannot be written; an environment's NaN
         sys.exit(f"cross_play: {error}")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cleanmarl.checkpoint import load_checkpoint, write_checkpoint
-from cleanmarl.cli import PositiveInt, UsageError, check, check_ranges, read_run
+from cleanmarl.cli import PositiveInt, RunError, UsageError, check, check_ranges, read_run
 from cleanmarl.enjoy import Policy
-from cleanmarl.envs import EnvError
+from cleanmarl.envs import EnvError, WorkerError
 from cleanmarl.evaluate import evaluate
 
 import tyro
@@ -108,5 +108,5 @@ if __name__ == "__main__":
     except (UsageError, EnvError) as error:
         print(f"keep: {error}", file=sys.stderr)
         sys.exit(2)
-    except OSError as error:  # a folder that cannot be written
+    except (OSError, WorkerError, RunError) as error:  # a folder that cannot be written; an environment's NaN
         sys.exit(f"keep: {error}")

@@ -25,6 +25,7 @@ of docs/results anew.
 
 import ast
 import json
+import os
 import re
 import sys
 import textwrap
@@ -190,7 +191,8 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
     """All finished runs below `paths` as one tidy table; runs left out are named on stderr."""
     if missing := [path for path in paths if not path.exists()]:
         sys.exit(f"there is no {missing[0]}")
-    folders = sorted({file.parent for path in paths for file in path.rglob("args.json")})
+    walks = [where for path in paths for where in os.walk(path, followlinks=True)]
+    folders = sorted({Path(place).resolve(): Path(place) for place, _, files in walks if "args.json" in files}.values())
     tables, seen, differ = [], set(), defaultdict(set)
     for folder in folders:
         if not (unfinished or (folder / "done.json").exists()):
@@ -200,6 +202,9 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
             table = read_run(folder, metrics)
         except UsageError as error:
             print(f"left out: {error}", file=sys.stderr)
+            continue
+        except (KeyError, SyntaxError, ValueError) as error:  # a file that was cut off, or is somebody else's
+            print(f"left out: {folder}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         if table.empty:
             print(f"left out, has none of {', '.join(dict.fromkeys(metrics))}: {folder}", file=sys.stderr)
@@ -618,7 +623,8 @@ def main(args: Args) -> None:
     index = folder / "figures.json"
     figures = json.loads(index.read_text()) if index.exists() else {}
     figures[args.out.name] = {"tag": args.tag, "note": args.note, "command": args.command}
-    index.write_text(json.dumps(figures, indent=2, sort_keys=True) + "\n")
+    index.with_suffix(".tmp").write_text(json.dumps(figures, indent=2, sort_keys=True) + "\n")
+    index.with_suffix(".tmp").replace(index)
     print(redraw(args.out), end="")
     write_html(args.out.parent)
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from cleanmarl.checkpoint import load_checkpoint, load_states
 from cleanmarl.cli import (
     PositiveInt,
+    RunError,
     UsageError,
     check,
     check_ranges,
@@ -29,7 +30,7 @@ from cleanmarl.cli import (
     tell,
 )
 from cleanmarl.envs import EnvError, WorkerError
-from cleanmarl.evaluate import FilmError, Window, evaluate, pictures_per_second, save_video
+from cleanmarl.evaluate import Window, evaluate, pictures_per_second, save_video
 
 import cloudpickle
 import numpy as np
@@ -197,7 +198,7 @@ if __name__ == "__main__":
     except (UsageError, EnvError) as error:
         print(f"enjoy: {error}", file=sys.stderr)
         sys.exit(2)
-    except (WorkerError, FilmError) as error:
+    except (WorkerError, RunError) as error:
         print(f"enjoy: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

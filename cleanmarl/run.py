@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -197,15 +198,15 @@ class Run:
         """From now on a resumed run has these arguments, for the next --resume as well, and this checkpoint."""
         path = checkpoint_path(Path(self.args.resume))
         try:
+            (self.folder / "done.json").unlink(missing_ok=True)  # first: what is killed from here on can be resumed
+            with suppress(UsageError):  # there need not be one; it may be newer than this checkpoint
+                self.best = max(self.best, load_checkpoint(self.folder / "best.pt")["best"])
             if path.name != "checkpoint.pt":  # an earlier one
-                with suppress(UsageError):  # there need not be one
-                    self.best = max(self.best, load_checkpoint(self.folder / "best.pt")["best"])
                 copy_file(path, self.folder / "checkpoint.pt")
                 self._drop_checkpoints()
+            self._keep_script()
             meta = read_run(self.folder) | {"args": vars(self.args) | {"resume": None}}
             self._write_json("args.json", meta)
-            self._keep_script()
-            (self.folder / "done.json").unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot write the run folder {self.folder} ({error.strerror})") from error
 
@@ -220,7 +221,10 @@ class Run:
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         temporary = self.folder / f"{name}.tmp"
-        temporary.write_text(json.dumps(content, indent=2, default=as_json))
+        with temporary.open("w") as file:
+            json.dump(content, file, indent=2, default=as_json)
+            file.flush()
+            os.fsync(file.fileno())  # without args.json no checkpoint can be resumed
         temporary.replace(self.folder / name)
 
     def __enter__(self) -> "Run":
@@ -543,9 +547,11 @@ class Run:
         with self._writing():
             if self.args.keep_checkpoints > 1 and self.last_checkpoint < self.step and path.exists():
                 copy_file(path, self.folder / f"checkpoint-{self.last_checkpoint}.pt")
-            write_checkpoint(checkpoint, path)
-            if self.is_best:
-                copy_file(path, self.folder / "best.pt")
+            if self.is_best:  # first: what is killed in between plays this evaluation again
+                write_checkpoint(checkpoint, self.folder / "best.pt")
+                copy_file(self.folder / "best.pt", path)
+            else:
+                write_checkpoint(checkpoint, path)
             self._drop_checkpoints()
         self.last_checkpoint, self.is_best = self.step, False
 

@@ -144,8 +144,8 @@ def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script,
 
 
 WITHOUT_RATIOS = {  # losses that need no probability of what acted: arguments of some updates
-    "coma": {"total_timesteps": 200, "num_envs": 4, "num_steps": 25},
-    "coma_lstm": {"total_timesteps": 200, "num_envs": 4, "num_steps": 25},
+    "coma": {"total_timesteps": 200, "num_envs": 4, "num_steps": 25, "learning_rate": 1e-4},
+    "coma_lstm": {"total_timesteps": 200, "num_envs": 4, "num_steps": 25, "learning_rate": 1e-4},
     "maddpg": {"total_timesteps": 100, "batch_size": 2},
     "maddpg_multienvs": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},
     "maddpg_continuous_action": {"total_timesteps": 200, "num_envs": 2, "batch_size": 2},

@@ -339,6 +339,21 @@ def test_a_run_whose_events_are_cut_off_is_left_out(tmp_path, capsys):
     assert 40 <= int(re.fullmatch(line, capsys.readouterr().err)[1]) <= 70
 
 
+def test_a_folder_that_is_a_link_counts_once_and_a_cut_off_file_is_told(tmp_path, capsys):
+    """Runs that were moved to a larger disk; a script and a done.json of which a power cut left half."""
+    folders = [write_run(tmp_path / f"{seed}", {report.RETURN: [(1, 2.0)]}, seed) for seed in (1, 2, 3)]
+    (tmp_path / "runs").mkdir()
+    for link in ("here", "here_too"):
+        (tmp_path / "runs" / link).symlink_to(folders[0])
+    for folder in folders[1:]:
+        folder.rename(tmp_path / "runs" / folder.name)
+    (tmp_path / "runs" / "2" / "toy.py").write_text("class Args(")
+    (tmp_path / "runs" / "3" / "done.json").write_text("")
+    assert report.read_runs([tmp_path / "runs"], [report.RETURN]).seed.tolist() == [1]
+    script, done = sorted(capsys.readouterr().err.splitlines())
+    assert script.startswith(f"left out: {tmp_path}/runs/2: SyntaxError: ") and "/runs/3: JSONDecodeError: " in done
+
+
 def test_a_tag_that_no_run_has_is_told_with_those_that_there_are(tmp_path):
     write_run(tmp_path / "a", {report.RETURN: [(1, 2.0)], "train/entropy": [(1, 1.0)], "time/SPS": [(1, 9.0)]})
     with pytest.raises(SystemExit) as stopped:

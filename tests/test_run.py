@@ -1,5 +1,6 @@
 """Run management with real runs, real processes and real signals: folder, metrics, checkpoints, resume, faults."""
 
+import dataclasses
 import json
 import math
 import os
@@ -542,6 +543,82 @@ def test_resume_remembers_the_raised_total(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ippo.py", "--resume", str(folder)])  # the line that a stopped run shows
     launch(ippo.main, ippo.Args)
     assert load_checkpoint(folder)["step"] == 256
+
+
+class Constant(gym.Env):
+    """Every episode has a return of 5, or that of the environment variable REWARD."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.time += 1
+        return np.zeros(2, np.float32), float(os.environ.get("REWARD", 1)), self.time == 5, False, {}
+
+
+CONSTANT = {"env_id": "test_run:Constant", "num_envs": 2, "num_steps": 32, "eval_episodes": 2}
+
+
+def test_a_resume_that_fails_half_way_does_not_make_the_run_complete(tmp_path):
+    """Its new total was noted, and it still counted as done."""
+    args = ppo.Args(**CONSTANT, total_timesteps=64, runs_dir=str(tmp_path))
+    folder = ppo.main(args)
+    longer = dataclasses.replace(args, resume=folder, total_timesteps=128)
+    (folder / "ppo.py").rename(tmp_path / "aside")
+    (folder / "ppo.py").mkdir()  # no script can be written there
+    with pytest.raises(UsageError, match="cannot write the run folder"):
+        ppo.main(longer)
+    (folder / "ppo.py").rmdir()
+    (tmp_path / "aside").rename(folder / "ppo.py")
+    assert load_checkpoint(ppo.main(longer))["step"] == 128 and (folder / "done.json").exists()
+
+
+def test_the_best_is_there_after_a_write_that_failed(tmp_path):
+    """The checkpoint knew of it, and no later evaluation was better."""
+    args = ppo.Args(**CONSTANT, total_timesteps=192, eval_interval=64, checkpoint_interval=64, runs_dir=str(tmp_path))
+
+    class Blocked(Run):
+        def evaluate(self, *args, **kwargs):
+            (self.folder / "best.tmp").mkdir(exist_ok=True)  # where best.pt is written first
+            super().evaluate(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo, "Run", Blocked)
+        with pytest.raises(WriteError):
+            ppo.main(args)
+    (folder,) = tmp_path.iterdir()
+    (folder / "best.tmp").rmdir()
+    assert not (folder / "best.pt").exists()
+    ppo.main(dataclasses.replace(args, resume=folder))
+    assert load_checkpoint(folder / "best.pt")["best"] == load_checkpoint(folder)["best"] == 5
+
+
+def test_a_run_that_is_resumed_knows_a_best_that_is_newer_than_its_checkpoint(tmp_path):
+    """Killed between the two files."""
+    args = ppo.Args(**CONSTANT, total_timesteps=128, eval_interval=64, runs_dir=str(tmp_path))
+    folder = ppo.main(args)
+    for name, best in (("best.pt", 7.0), ("checkpoint.pt", -np.inf)):
+        checkpoint = load_checkpoint(folder / name) | {"best": best}
+        checkpoint.pop("checksum", None)
+        write_checkpoint(checkpoint, folder / name)
+    ppo.main(dataclasses.replace(args, resume=folder, total_timesteps=192))
+    assert load_checkpoint(folder / "best.pt")["best"] == 7 == load_checkpoint(folder)["best"]
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("tool", ["-m cleanmarl.enjoy", f"{ROOT}/benchmark/keep.py --out {{out}}/agents/a"])
+def test_a_reward_that_is_no_number_is_one_line_in_what_plays_a_run(tool, tmp_path):
+    folder = ppo.main(ppo.Args(**CONSTANT, total_timesteps=64, runs_dir=str(tmp_path / "runs")))
+    command = [sys.executable, *tool.format(out=tmp_path).split(), str(folder)]
+    env = os.environ | {"REWARD": "nan", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "nan" in done.stderr.lower(), done.stderr
 
 
 def test_a_run_that_was_too_short_to_learn_says_so(tmp_path, capsys):
