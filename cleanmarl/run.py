@@ -196,9 +196,10 @@ class Run:
 
     def _take_over(self) -> None:
         """From now on a resumed run has these arguments, for the next --resume as well, and this checkpoint."""
-        path = checkpoint_path(Path(self.args.resume))
+        path, done = checkpoint_path(Path(self.args.resume)), self.folder / "done.json"
+        was_done = done.read_text() if done.exists() else ""
         try:
-            (self.folder / "done.json").unlink(missing_ok=True)  # first: what is killed from here on can be resumed
+            done.unlink(missing_ok=True)  # first: what is killed from here on can be resumed
             with suppress(UsageError):  # there need not be one; it may be newer than this checkpoint
                 self.best = max(self.best, load_checkpoint(self.folder / "best.pt")["best"])
             if path.name != "checkpoint.pt":  # an earlier one
@@ -208,6 +209,8 @@ class Run:
             meta = read_run(self.folder) | {"args": vars(self.args) | {"resume": None}}
             self._write_json("args.json", meta)
         except OSError as error:
+            if was_done:
+                done.write_text(was_done)
             raise UsageError(f"cannot write the run folder {self.folder} ({error.strerror})") from error
 
     def _keep_script(self) -> None:
