@@ -46,10 +46,9 @@ run mappo 1 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${batt
 $PYTHON benchmark/run.py --command "python cleanmarl/coppo.py" --num-seeds 2 --index 1 --env-ids smax/3m \
     --runs-dir runs/mappo_smax_bootstrap -- --total-timesteps 10000000 "${battles[@]}" # seed 2: seed 1 runs away
 # predators and prey have nothing in common to share; the curve is that of a predator
-for script in ippo mappo; do
+for script in ippo mappo coppo; do
     run $script 3 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 5000000 --no-share-parameters
 done
-run coppo 2 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 5000000 --no-share-parameters
 run maddpg_multienvs 3 mpe/simple_tag_v3 runs/maddpg_multienvs_simple_tag_v3 --total-timesteps 1000000
 $PYTHON benchmark/cross_play.py runs/mappo_simple_tag_v3 runs/maddpg_multienvs_simple_tag_v3 --side 0 1 2 --names predators prey --out docs/results/mappo_tag_cross_play
 for script in ippo mappo coppo; do
