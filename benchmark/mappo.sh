@@ -11,7 +11,7 @@ run() {  # script, number of seeds, id of the environment, folder of the runs, f
 }
 plot() { $PYTHON benchmark/report.py "runs/mappo_$1" --out "docs/results/mappo_$1" --command benchmark/mappo.sh "${@:2}"; }
 
-# until the curves are flat
+# until the curves hardly rise (those of simple_reference still do)
 for script in ippo mappo coppo; do
     run $script 5 mpe/simple_spread_v3 runs/mappo_spread_long --total-timesteps 5000000
     run $script 5 mpe/simple_speaker_listener_v4 runs/mappo_listener_long --total-timesteps 2000000

@@ -2,7 +2,7 @@
 
     python benchmark/redraw.py
 
-The same bytes come out each time. Learning curves and report.html are made by report.py; the other figures, and
+The same bytes come out each time on one machine. Learning curves and report.html are made by report.py; the other figures, and
 README.md's table of results, are below.
 """
 
@@ -91,15 +91,15 @@ def impala_speed(out: Path) -> None:
         data[name].str.replace(",", "").astype(float) for name in ("actors", "steps per second", "mean lag")
     )
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6), layout="tight")
-    left.plot(actors, rate, "o-", color="#1565c0")
+    left.plot(actors, rate, "o-", color="#1565c0", clip_on=False)
     left.set(xlabel="actors", ylabel="steps per second", ylim=(0, None), xticks=actors)
-    right.plot(actors, lag, "o-", color="#c62828")
+    right.plot(actors, lag, "o-", color="#c62828", clip_on=False)
     right.set(xlabel="actors", ylabel="mean lag, gradient steps", ylim=(0, None), xticks=actors)
     figure.suptitle("CartPole-v1 on two cores", fontsize=10)
     save(figure, out)
     caption = (
         "Speed and lag of `impala.py --updates-per-collect 1` over the number of actors: CartPole, one run each of "
-        "160,000 steps on two free cores, the last three quarters of it; lag in gradient steps.\n"
+        "160,000 steps on two free cores, the last three quarters of it; lag in gradient steps. Measured by hand.\n"
     )
     write_page(out, caption, markdown(data, 0))
 
@@ -118,7 +118,7 @@ def mappo_agents(out: Path) -> None:
     caption = (
         "Cost over the number of agents: `--env-id mpe/simple_spread_v3?N=...`, the defaults, training included, "
         "microseconds of CPU time per environment step (one measurement of each, the difference of a longer and a "
-        "shorter run; an AMD EPYC beside another process).\n"
+        "shorter run; an AMD EPYC beside another process). Measured by hand.\n"
     )
     write_page(out, caption, markdown(data.map("{:,}".format), 0))
 
@@ -135,13 +135,15 @@ def time_to_score(out: Path) -> None:
         axis.set_axis_off()
     for axis, (task, score) in zip(axes.flat, tasks.items()):
         axis.axhline(score, color="#999999", linestyle="--", linewidth=1)
-        for i, (by, of_script) in enumerate(curves[curves.task == task].groupby("by", sort=False)):
+        colors = {False: iter(["C0", "C2"]), True: iter(["C1", "C3"])}  # of ours, of peers: theirs have two words
+        for by, of_script in curves[curves.task == task].groupby("by", sort=False):
+            color = next(colors[" " in by])
             for seed, curve in of_script.groupby("seed"):
                 label = by if seed == of_script.seed.min() else None
-                axis.plot(curve.cpu_seconds, curve["return"], color=f"C{i}", linewidth=1, label=label)
+                axis.plot(curve.cpu_seconds, curve["return"], color=color, linewidth=1, label=label)
         label = "battles won" if task.startswith("smax/") else "return"
         axis.set(xscale="log", xlabel="CPU-seconds since the start", ylabel=label, title=task)
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
@@ -156,16 +158,13 @@ def time_to_score(out: Path) -> None:
         budget = f"{x.all_steps.max():,} steps, {x.all_cpu_seconds.median():,.0f} CPU-seconds"
         cells.append([task, f"{x.score.iloc[0]:g}", by, times, steps, f"{len(reached)} of {len(x)}", budget])
     head = ["task", "score", "script", "CPU-seconds until then", "steps", "runs that reached it", "budget"]
-    of_tasks = runs.assign(machine=runs.machine.str.replace(r", load [\d.]+", "", regex=True)).groupby(
-        "machine", sort=False
-    )
-    machines = "; ".join(f"{machine}: {', '.join(x.task.unique())}" for machine, x in of_tasks)
+    machines = "; ".join(runs.machine.str.replace(r", load [\d.]+", "", regex=True).unique())
     caption = (
         "Return of the last 100 episodes of training over the CPU time of the process, with imports and compilation, "
         "one thread each, a line for each seed; dashed: the score of the table, which has the medians of the runs that "
         "reached it, and their range. Each script has the settings that its authors give, but on LunarLander both have "
         "those of RL Baselines3 Zoo, and on smax/3m ours those of JaxMARL, whose networks are recurrent as "
-        f"mappo_lstm's. Not all tasks were run on one machine. {machines}. Command: "
+        f"mappo_lstm's. {machines}; CartPole and simple_spread on an older CPU of that name. Command: "
         "`python benchmark/time_to_score.py --peers FOLDER`.\n"
     )
     write_page(out, caption, markdown(pd.DataFrame(cells, columns=head), 3))
@@ -185,7 +184,7 @@ def coppo_matrix(results: Path) -> None:
         of_panel = curves[curves.panel == panel]
         for position, variant in enumerate(of_panel.variant.unique()):
             style = "-" if position < 10 else "--"  # there are ten colours
-            x = of_panel[of_panel.variant == variant][::every]
+            x = of_panel[of_panel.variant == variant][::-every][::-1]  # with the last
             color = axis.plot(x.x, x["mean"], style, label=variant)[0].get_color()
             axis.fill_between(x.x, x.low, x.high, alpha=0.2, linewidth=0, color=color)
         axis.set(**axis_settings)
@@ -198,7 +197,7 @@ def coppo_matrix(results: Path) -> None:
     label = "change of that advantage since epoch 1"
     draw(axes[1, 0], "figure 1, advantage over the epochs", xlabel="epoch after a penalty", ylabel=label)
     draw(axes[1, 1], "figure 1, variance", xlabel=steps, ylabel=variance, yscale="log")
-    axes[0, 0].legend(frameon=False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
     finish_games(figure, results / "coppo_matrix_penalty", "The penalty game (figure 1 of the paper)")
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
@@ -211,7 +210,7 @@ def coppo_matrix(results: Path) -> None:
     for game, (row, column) in GAMES.items():
         draw(axes[row, column], f"figure 5, {game}", every=3, title=game)
         axes[row, column].set(xlabel=steps if row else "", ylabel="" if column else reward)
-    axes[0, 0].legend(frameon=False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
     finish_games(figure, results / "coppo_matrix_games", "The six other games (figure 5)")
 
 
@@ -261,8 +260,8 @@ def cross_play(out: Path) -> None:
             text = {"ha": "center", "va": "center", "fontsize": 9}
             axis.text(column + 0.5, row + 0.5, number(value), **text, bbox={"fc": "white", "ec": "none", "alpha": 0.7})
         places = np.arange(len(names)) + 0.5
-        axis.set(xticks=places, yticks=places, ylim=(len(names), 0), title=f"return of one of the {whose}")
-        axis.set_xticks(places, names, fontsize=8, rotation=20)
+        axis.set(xticks=places, yticks=places, ylim=(len(names), 0), title=f"return of one agent, {whose}")
+        axis.set_xticks(places, names, fontsize=8, rotation=20, ha="right", rotation_mode="anchor")
         axis.set_yticks(places, names, fontsize=8)
         axis.set(xlabel=f"{other} of", ylabel=f"{side} of")
         axis.title.set_fontsize(9)
@@ -270,7 +269,7 @@ def cross_play(out: Path) -> None:
     caption = (
         f"`{data.env_id[0]}`: the {side} of each script against the {other} of each. {data.episodes[0]} episodes with "
         "the most probable actions for each pair of runs of different seeds, so nobody plays against those it has "
-        f"learned with. Return of one of the {side} and of one of the {other}, mean (deviation over the pairs of "
+        f"learned with. Return of one agent of each side, {side} and {other}, mean (deviation over the pairs of "
         "runs). Made by `benchmark/cross_play.py`.\n"
     )
     cells = [
@@ -287,7 +286,7 @@ def finish_games(figure, out: Path, title: str) -> None:
     rows = rows[rows.figure == out.name].drop(columns="figure")
     rows = rows.sort_values("game", key=lambda games: games.map(list(games.unique()).index), kind="stable")
     caption = (
-        f"{title}: means of the runs in the table with their 95 % bootstrap intervals; solved: the mean of the last "
+        f"{title}: means of the runs in the table with their 95 % bootstrap intervals (of three runs: their range); solved: the mean of the last "
         "1,000 plays is above half of the best reward. Commands: `benchmark/coppo.sh`, `benchmark/baselines.sh`.\n"
     )
     write_page(out, caption, markdown(rows, 2))
@@ -311,9 +310,11 @@ def readme_results(results: Path) -> str:
             minutes = runs.groupby("seed").cpu_seconds.max().mean() / 60 if "seed" in runs else math.nan
             yard = known[(known.env_id == task) & (known.battles == is_battle)].set_index("kind")
             random, best = (f"{yard.score[kind]:g}" if kind in yard.index else "" for kind in ("random", "best"))
-            rows.append([task + ", share of battles won" * is_battle, f"`{script}.py`", f"{seeds}"])
+            stopped = (runs.metric == PLANNED).sum()
+            count = f"{seeds}" + (f", {stopped} stopped" if stopped else "")
+            rows.append([task + ", share of battles won" * is_battle, f"`{script}.py`", count])
             ends = runs.groupby("seed").step.max() if "seed" in runs else runs.step
-            first = f"{ends.min():,.0f} to " if (runs.metric == PLANNED).any() else ""  # one was stopped
+            first = f"{ends.min():,.0f} to " if stopped else ""
             rows[-1] += [f"{first}{ends.max():,.0f}", "" if math.isnan(minutes) else f"{minutes:.0f}", result, random]
             rows[-1].append(f"{best} ({yard.label['best']})" if best else "")
     head = ["task", "script", "seeds", "steps", "CPU-minutes", "result", "random", "to compare with"]

@@ -379,7 +379,7 @@ def aggregate(data: pd.DataFrame) -> pd.DataFrame | None:
     scores = normalised(data)
     sizes = scores.groupby("curve").env_id.agg(["nunique", "size"])
     same = len({tuple(sorted(set(runs.env_id))) for _, runs in scores.groupby("curve")}) == 1
-    enough = len(sizes) and ((sizes["nunique"] > 1) | (sizes["size"] >= ENOUGH_RUNS)).all()
+    enough = len(sizes) > 1 and ((sizes["nunique"] > 1) | (sizes["size"] >= ENOUGH_RUNS)).all()
     return scores if same and enough else None
 
 
@@ -387,14 +387,15 @@ def aggregate(data: pd.DataFrame) -> pd.DataFrame | None:
 
 
 def curve_names(data: pd.DataFrame) -> pd.Series:
-    """The name of each row's curve: the script, and its flags but for those that all curves of the script have."""
+    """The name of each row's curve: the script, and of its flags those that tell curves of some script apart."""
     settings = data.settings.fillna("")
-    names = {}
-    for script, of_script in settings.groupby(data.script):
-        flags = {x: re.split(" (?=--)", x) for x in of_script.unique()}
-        shared = set.intersection(*map(set, flags.values()))
-        names |= {(script, x): " ".join([script, *(f for f in flags[x] if f not in shared)]).strip() for x in flags}
-    return pd.Series([names[key] for key in zip(data.script, settings)], data.index, dtype=object)
+    flags = {x: re.split(" (?=--)", x) if x else [] for x in settings.unique()}
+    telling = set()
+    for _, of_script in settings.groupby(data.script):
+        own = [set(flags[x]) for x in of_script.unique()]
+        telling |= set.union(*own) - set.intersection(*own)
+    names = [" ".join([script, *(f for f in flags[x] if f in telling)]) for script, x in zip(data.script, settings)]
+    return pd.Series(names, data.index, dtype=object)
 
 
 def number(value: float, scale: float | None = None) -> str:
@@ -470,12 +471,15 @@ def caption(data: pd.DataFrame, figure: dict[str, str], were_kept: bool, has_pro
     parts += [figure["note"]] if figure["note"] else []
     known = yardsticks()
     known = known[known.env_id.isin(drawn.env_id) & (known.metric == figure["tag"].partition("/")[2])]
-    sources = [f"{x.label} {x.score:g} ({x.source})" for x in known.itertuples()]
-    parts += [f"Dashed: {'; '.join(dict.fromkeys(sources))}"] if sources else []
+    of_tasks = []
+    for env_id, lines in known.groupby("env_id"):
+        task = f"{env_id} " if drawn.env_id.nunique() > 1 else ""
+        of_tasks.append(task + ", ".join(f"{x.label} {x.score:g} ({x.source})" for x in lines.itertuples()))
+    parts += [f"Dashed: {'; '.join(of_tasks)}"] if of_tasks else []
     if has_profile:
         parts.append("Last panel: the share of runs above a normalised score, 0 random, 1 the best known")
-    planned = data[data.metric == PLANNED]
-    parts += [f"Stopped after {x.step:,.0f} of {x.mean:,.0f} steps: {x.script}" for x in planned.itertuples()]
+    stopped = data.assign(curve=curve_names(data))[data.metric == PLANNED]
+    parts += [f"Stopped after {x.step:,.0f} of {x.mean:,.0f} steps: {x.curve}" for x in stopped.itertuples()]
     parts += [f"Commands: `{figure['command']}`"] if figure["command"] else []
     return ". ".join(part[0].upper() + part[1:] for part in parts) + ".\n"
 
@@ -513,11 +517,11 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
         scale, (low, high) = known[known.env_id == env_id].sort_values("score"), axis.get_ylim()
         side = "right"
         for x in scale.assign(near=scale.score.diff() < 0.06 * (high - low)).itertuples():
-            axis.axhline(x.score, color="0.4", linestyle="--", linewidth=1)
+            axis.axhline(x.score, color="0.4", linestyle="--", linewidth=1, zorder=1)
             side = "left" if x.near and side == "right" else "right"  # not over the one below
             box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
             place = {"xycoords": ("axes fraction", "data"), "ha": side, "va": "bottom", "size": 8}
-            axis.annotate(x.label, ({"left": 0.01, "right": 0.99}[side], x.score), **place, bbox=box)
+            axis.annotate(x.label, ({"left": 0.01, "right": 0.99}[side], x.score), **place, bbox=box, zorder=1)
         axis.set(title=env_id, xlabel="environment steps", ylabel=figure["tag"])
         axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 5))
         size = "medium" if max(map(len, curves)) < 40 else "small"
@@ -572,7 +576,7 @@ def page_data(folder: Path) -> dict[str, Any]:
     envs, known = {}, yardsticks()
     for name in json.loads((folder / "data" / "figures.json").read_text()):
         data, figure = read_figure(folder / name)
-        table = summary(data)
+        table = summary(pd.concat([data, last_tenth(data)]))
         note = figure["note"].partition(";")[0]
         for (env_id, script, settings), rows in table.groupby(CURVE, dropna=False):
             points = rows[rows.metric == figure["tag"]].dropna(subset="mean")  # a metric of one's own may be NaN
@@ -587,6 +591,8 @@ def page_data(folder: Path) -> dict[str, Any]:
                 final = rows[rows.metric == metric]
                 numbers = final[["mean", "low", "high"]][:1].to_numpy().ravel()
                 curve[metric] = [float(f"{x:.5g}") for x in numbers if not np.isnan(x)]
+            late = rows[rows.metric == figure["tag"] + LATE][["mean", "low", "high"]][:1].to_numpy().ravel()
+            curve["late"] = [float(f"{x:.5g}") for x in late if not np.isnan(x)]
             curve["steps"] = float(rows.step.max())
             envs.setdefault(env_id, {"curves": [], "yardsticks": []})["curves"].append(curve)
     for env in envs.values():  # the table has all settings

@@ -70,7 +70,7 @@ class Args(OnPolicyArgs):
     """normalise the advantages of each minibatch"""
     clip_coef: tuple[PositiveFloat, ...] = (0.2,)
     """epsilon of the clipped objective, per agent"""
-    value_clip_coef: tuple[NonNegativeFloat, ...] = (0.0,)
+    clip_predicted_values: tuple[NonNegativeFloat, ...] = (0.0,)
     """largest change of the value that its loss sees, per agent; 0 for no clipping"""
     ent_coef: tuple[NonNegativeFloat, ...] = (0.001,)
     """weight of the entropy bonus, per agent"""
@@ -292,8 +292,8 @@ def ippo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dic
 
     A diagnostic is (M,), of each network.
     """
-    settings = args.clip_coef, args.value_clip_coef, args.ent_coef, args.vf_coef
-    clip_coef, value_clip_coef, ent_coef, vf_coef = (batch.value.new_tensor(x) for x in settings)  # (1,) or (A,)
+    settings = args.clip_coef, args.clip_predicted_values, args.ent_coef, args.vf_coef
+    clip_coef, clip_predicted_values, ent_coef, vf_coef = (batch.value.new_tensor(x) for x in settings)  # (1,) or (A,)
     log_probs = agent.logits(batch.obs, batch.action_mask).log_softmax(-1)
     log_prob = log_probs.gather(-1, batch.action[..., None]).squeeze(-1)
     log_ratio = (log_prob - batch.log_prob) * batch.alive  # detail ippo-4: the dead add nothing; their ratio is 1
@@ -307,8 +307,8 @@ def ippo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dic
     entropy = agent.mean(-(log_probs.exp() * log_probs).sum(-1), batch.alive)
 
     new_value = agent.normalized_value(batch.obs)
-    if any(args.value_clip_coef):  # as in skrl: the value itself is clipped
-        limit = value_clip_coef.masked_fill(value_clip_coef == 0, float("inf"))
+    if any(args.clip_predicted_values):  # as in skrl: the value itself is clipped
+        limit = clip_predicted_values.masked_fill(clip_predicted_values == 0, float("inf"))
         new_value = batch.predicted + torch.clamp(new_value - batch.predicted, -limit, limit)
     value_loss = agent.mean((new_value - batch.return_).square(), batch.earns)
 

@@ -84,7 +84,7 @@ def alone(stacked, i):
 PER_AGENT = {
     "learning_rate": (1e-3, 5e-4, 2e-3),
     "clip_coef": (0.1, 0.2, 0.3),
-    "value_clip_coef": (0.0, 0.05, 0.2),
+    "clip_predicted_values": (0.0, 0.05, 0.2),
     "ent_coef": (0.01, 0.0, 0.1),
     "vf_coef": (1.0, 0.5, 2.0),
     "max_grad_norm": (0.5, 0.05, 10.0),
@@ -124,7 +124,7 @@ def test_stacked_agents_learn_like_agents_trained_alone(env_id, toy):
                     break
                 advantage = mb.advantage[keep]
                 advantage = (advantage - advantage.mean()) / (advantage.std(unbiased=False) + 1e-8)
-                eps, value_eps = args.clip_coef[i], args.value_clip_coef[i]
+                eps, value_eps = args.clip_coef[i], args.clip_predicted_values[i]
                 surrogate = torch.min(advantage * log_ratio.exp(), advantage * log_ratio.exp().clip(1 - eps, 1 + eps))
                 value = critic(mb.obs)[keep, 0]
                 if value_eps:
@@ -146,12 +146,12 @@ def test_stacked_agents_learn_like_agents_trained_alone(env_id, toy):
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_clip_of_values_is_around_what_the_critic_says(normalize):
     """Around that value in the unit of the newest returns, nothing would learn while this unit changes."""
-    args = ippo_per_agent.Args(**SMALL, value_clip_coef=(0.2,), normalize_value=normalize)
+    args = ippo_per_agent.Args(**SMALL, clip_predicted_values=(0.2,), normalize_value=normalize)
     agent, _, batch = collected(args, scale=10)
     torch.testing.assert_close(batch.predicted, agent.normalized_value(batch.obs), atol=1e-5, rtol=1e-5)
     assert ((batch.predicted - batch.value).abs() > 0.2).all() == normalize
     clipped, _ = ippo_per_agent.ippo_loss(agent, batch, args)
-    free, _ = ippo_per_agent.ippo_loss(agent, batch, ippo_per_agent.Args(**vars(args) | {"value_clip_coef": (0.0,)}))
+    free, _ = ippo_per_agent.ippo_loss(agent, batch, ippo_per_agent.Args(**vars(args) | {"clip_predicted_values": (0.0,)}))
     parameters = list(agent.critic.parameters())
     for one, other in zip(torch.autograd.grad(clipped, parameters), torch.autograd.grad(free, parameters)):
         torch.testing.assert_close(one, other)
@@ -179,7 +179,7 @@ def test_an_agent_beyond_its_kl_stops_and_leaves_what_adam_knows_of_it(shared):
 
 # proves ippo-4
 def test_dead_agents_add_nothing(toy):
-    args = ippo_per_agent.Args(env_id=toy, **SMALL, value_clip_coef=(0.2,), ent_coef=(0.2,))
+    args = ippo_per_agent.Args(env_id=toy, **SMALL, clip_predicted_values=(0.2,), ent_coef=(0.2,))
     agent, _, batch = collected(args)
     assert 0 < (batch.alive[:, 1] == 0).sum() < 200 and (batch.alive[:, [0, 2]] == 1).all()
     loss, stats = ippo_per_agent.ippo_loss(agent, batch, args)
@@ -370,7 +370,7 @@ def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
         ("--total-timesteps 2399 --learning-starts 1601", "more than the 1600 steps of the run: nothing"),
         ("--total-timesteps 2399 --random-timesteps 801", "more than the 800 steps before the last rollout: nothing"),
         ("--target-kl 0.1 -0.5 0.1", "--target-kl must be at least 0"),
-        ("--value-clip-coef -0.5", "--value-clip-coef must be at least 0"),
+        ("--clip-predicted-values -0.5", "--clip-predicted-values must be at least 0"),
         ("--env-id mpe/simple_spread_v3?continuous_actions=True", "this script needs discrete ones"),
     ],
 )

@@ -82,7 +82,7 @@ def gradients() -> None:
     f.box(1.3, 4.5, 1.9, 0.6, "$s^b, a^b_1..a^b_A$", DATA)
     f.box(4.1, 4.5, 1.5, 0.7, r"$Q_\phi$", CRITIC)
     f.box(9.1, 4.0, 2.0, 0.8, "mean square\nof the difference", LOSS, 9.5)
-    f.box(1.3, 3.4, 1.9, 0.6, "$s'^b, o'^b$, masks", DATA)
+    f.box(1.3, 3.4, 1.9, 0.6, "the next $s^b, o^b$, masks", DATA)
     f.box(4.1, 3.4, 2.4, 0.7, r"$\mu_{\theta^-}$, hard samples $\to Q_{\phi^-}$", "#f5f5f5", 9)
     f.box(6.85, 3.4, 1.6, 0.6, r"$r^b + \gamma\, Q_{\phi^-}$", DATA, 10)
     f.arrow((2.25, 4.5), (3.35, 4.5))
