@@ -24,16 +24,20 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["ppo", "ppo_shared", "ppo_continuous_action", "ppo_multidiscrete", "ppo_multidiscrete_mask", "ppo_selfplay"]
 SCRIPTS += ["ippo", "ippo_per_agent", "ippo_continuous_action", "ippo_lstm", "mappo", "mappo_continuous_action"]
 SCRIPTS += ["mappo_lstm", "coppo", "coppo_lstm", "coppo_matrix", "coma", "coma_lstm"]
+SCRIPTS += ["impala", "impala_continuous_action", "impala_replay"]
+OFF_POLICY = ["maddpg", "maddpg_multienvs", "maddpg_lstm", "maddpg_lstm_multienvs", "maddpg_continuous_action"]
+OFF_POLICY += ["facmac", "facmac_continuous_action", "masac", "masac_continuous_action", "dop"]
+OFF_POLICY += ["idqn", "vdn", "vdn_lstm", "qmix", "qmix_lstm", "qtran"]  # two fifths as many steps
 PICTURES = ["ppo_atari", "ppo_atari_envpool", "ppo_atari_lstm", "ppo_procgen"]  # a tenth as many steps, two rollouts
 METRICS = ["approx_kl", "clipfrac", "entropy", "explained_variance"]
 
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = (*SCRIPTS, *PICTURES)
+    scripts: tuple[str, ...] = (*SCRIPTS, *OFF_POLICY, *PICTURES)
     """which; ppo_procgen needs 5 GB"""
     total_timesteps: int = 50_000
-    """of each; those that learn from pictures have a tenth, and two rollouts at least"""
+    """of each; off-policy scripts have two fifths, those that learn from pictures a tenth, and two rollouts at least"""
     page: Path = ROOT / "docs" / "defaults.md"
     """whose table is written"""
 
@@ -63,18 +67,26 @@ def run(script: str, total_timesteps: int, runs_dir: str) -> dict[str, float | s
     args = module.Args(total_timesteps=10**9)
     if script in PICTURES:
         total_timesteps = max(total_timesteps // 10, 2 * args.num_envs * args.num_steps)
+    if script in OFF_POLICY:
+        total_timesteps = total_timesteps * 2 // 5
+    here = {"num_actors": 0} if script.startswith("impala") else {}  # whose optimizer steps can be watched
     handle = watch(module, seen)
-    folder = module.main(module.Args(total_timesteps=total_timesteps, eval_episodes=0, runs_dir=runs_dir))
+    folder = module.main(module.Args(total_timesteps=total_timesteps, eval_episodes=0, runs_dir=runs_dir, **here))
     handle.remove()
     gc.collect()
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     row = {"script": f"`{script}`", "environment": args.env_id, "steps": f"{total_timesteps:,}"}
-    for name in METRICS:
+    logged = {}
+    for name in (*METRICS, "actor_gradients", "critic_gradients", "gradients"):
         has_points = f"train/{name}" in events.Tags()["scalars"]
         points = [event.value for event in events.Scalars(f"train/{name}")] if has_points else []
-        row[name] = number(np.mean(points[len(points) // 10 :])) if points else "-"
-    for name in ("actor", "critic"):
-        row[f"norm, {name}"] = number(np.mean(seen[name])) if seen[name] else "-"
+        logged[name] = number(np.mean(points[len(points) // 10 :])) if points else "-"
+    row |= {name: logged[name] for name in METRICS}
+    if script in OFF_POLICY:  # their critics are no part of the agent
+        actor, critic = logged["actor_gradients"], logged["critic_gradients"]
+        row |= {"norm, actor": actor, "norm, critic": logged["gradients"] if critic == "-" else critic}
+    else:
+        row |= {f"norm, {name}": number(np.mean(seen[name])) if seen[name] else "-" for name in ("actor", "critic")}
     worst = min((np.mean(x), name) for name, x in seen.items() if name.endswith("/eps"))
     row["least entries / epsilon"] = f"{number(worst[0])} ({worst[1].removesuffix('/eps')})"
     return row
@@ -91,7 +103,7 @@ def main(args: Args) -> None:
         before, bar, table = args.page.read_text().partition("| script |")
         head, rule, *lines = (bar + table).splitlines()
         lines = {line.split("`")[1]: line for line in lines} | {script: f"| {' | '.join(row.values())} |"}
-        lines = [lines[name] for name in (*SCRIPTS, *PICTURES) if name in lines]
+        lines = [lines[name] for name in (*SCRIPTS, *OFF_POLICY, *PICTURES) if name in lines]
         args.page.write_text(before + "\n".join([head, rule, *lines]) + "\n")
 
 

@@ -2,8 +2,8 @@
 
     python benchmark/redraw.py
 
-The same bytes come out each time on one machine. Learning curves and report.html are made by report.py; the other figures, and
-README.md's table of results, are below.
+The same bytes come out each time on one machine. Learning curves and report.html are made by report.py; the other
+figures, and README.md's table of results, are below.
 """
 
 import json
@@ -286,8 +286,9 @@ def finish_games(figure, out: Path, title: str) -> None:
     rows = rows[rows.figure == out.name].drop(columns="figure")
     rows = rows.sort_values("game", key=lambda games: games.map(list(games.unique()).index), kind="stable")
     caption = (
-        f"{title}: means of the runs in the table with their 95 % bootstrap intervals (of three runs: their range); solved: the mean of the last "
-        "1,000 plays is above half of the best reward. Commands: `benchmark/coppo.sh`, `benchmark/baselines.sh`.\n"
+        f"{title}: means of the runs in the table with their 95 % bootstrap intervals (of three runs: their range); "
+        "solved: the mean of the last 1,000 plays is above half of the best reward. Commands: `benchmark/coppo.sh`, "
+        "`benchmark/baselines.sh`.\n"
     )
     write_page(out, caption, markdown(rows, 2))
 

@@ -24,6 +24,7 @@ of docs/results anew.
 """
 
 import ast
+import dataclasses
 import json
 import os
 import re
@@ -39,7 +40,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")  # no display needed
-from cleanmarl.cli import RESUME_MAY_CHANGE, UsageError, check, flag
+from cleanmarl.cli import RESUME_MAY_CHANGE, RunArgs, UsageError, check, flag
 from cleanmarl.cli import read_run as read_meta
 
 import matplotlib.pyplot as plt
@@ -89,6 +90,7 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
     """The flags of a run that differ from its script's defaults, `the defaults` if none does.
 
     The defaults are read from the copy of the script in the run folder, without running it; "" if there is no script.
+    Those of a class that the copy imports are not known: what its command gives of them counts.
     What a script decides by itself where its default is None, or computes (5 * 10**5), is no setting, unless its
     command has it; a run that was started from Python has no such command, and there all that differs counts.
     """
@@ -106,6 +108,8 @@ def settings_of(meta: dict[str, Any], folder: Path) -> str:
     program, *line = meta.get("command") or [""]
     given = {flag(word.partition("=")[0].lstrip("-")).replace("--no-", "--") for word in line}
     is_own = Path(program).stem == meta["script"]
+    unknown = meta["args"].keys() - defaults.keys() - {field.name for field in dataclasses.fields(RunArgs)}
+    defaults |= {name: dataclasses.MISSING for name in sorted(unknown) if flag(name) in given or not is_own}
     words = []
     for name, default in defaults.items():
         if default is None and is_own and flag(name) not in given:

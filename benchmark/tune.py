@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cleanmarl.cli import UsageError, check, check_range, flag, interval
 
@@ -76,10 +76,12 @@ def script_args(command: str) -> type:
     """The class Args of the script that a command runs, by path or with -m."""
     argv = to_argv(command)
     spec = None
+    path = next((word for word in argv if word.endswith(".py")), None)
+    sys.path.insert(0, str(Path(path).parent) if path else "")  # for what the script imports, as Python does
     if "-m" in argv[:-1]:
         with suppress(ModuleNotFoundError):  # of its package
             spec = importlib.util.find_spec(argv[argv.index("-m") + 1])
-    elif (path := next((word for word in argv if word.endswith(".py")), None)) and Path(path).exists():
+    elif path and Path(path).exists():
         spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     check(spec is not None, f"there is no script in: {command}")
     module = importlib.util.module_from_spec(spec)
@@ -110,8 +112,8 @@ def read_param(text: str, args_class: type) -> BaseDistribution:
     hint = typing.get_type_hints(args_class, include_extras=True).get(name)
     check(hint is not None, f"--params {text}: the script has no {flag(name)}")
     kind = plain(hint)
-    listed = [False, True] if kind is bool else list(typing.get_args(kind))  # all values of a bool or a Literal
-    if listed:
+    if kind is bool or typing.get_origin(kind) is Literal:
+        listed = [False, True] if kind is bool else list(typing.get_args(kind))
         chosen = [value for value in listed if str(value) in values.split(",")] if values else listed
         check(len(chosen) == len(values.split(",")) or not values, f"--params {text}: there are only {listed}")
         return CategoricalDistribution(chosen)

@@ -1,18 +1,19 @@
 """What a run folder needs: a name of its own, a lock, second names of files, events that are read in their order."""
 
-import enum
 import fcntl
 import importlib.metadata
+import json
 import os
 import shutil
 import socket
 import subprocess
 import time
+import typing
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from cleanmarl.cli import UsageError, check
+from cleanmarl.cli import UsageError, as_declared, check
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -48,10 +49,24 @@ def lock_folder(folder: Path) -> TextIO:
     return file
 
 
-def check_flags(args: dict[str, Any]) -> None:
-    """UsageError for a member of an Enum, which JSON may write as the number or the text that it is besides."""
-    for value in args.values():
-        check(not isinstance(value, enum.Enum), CANNOT_HOLD.format(value))
+def check_flags(args: Any) -> None:
+    """UsageError for a flag that args.json would give back as something else, as an Enum or a named tuple."""
+    hints = typing.get_type_hints(type(args))
+    for name, value in vars(args).items():
+        again = as_declared(json.loads(json.dumps(value, default=as_json)), hints.get(name))
+        check(is_same(value, again), CANNOT_HOLD.format(value))
+
+
+def is_same(x: Any, again: Any) -> bool:
+    """Whether a value has come back, of its type; a list may be a tuple, and a path its text."""
+    if isinstance(x, Path) or isinstance(again, Path):
+        return str(x) == str(again)
+    if type(x) in (list, tuple):
+        return len(x) == len(again) and all(map(is_same, x, again))
+    if isinstance(x, dict):
+        return x.keys() == again.keys() and all(is_same(value, again[key]) for key, value in x.items())
+    x = x.item() if isinstance(x, np.generic) else x
+    return type(x) is type(again) and (x == again or x != x)
 
 
 def as_json(x: Any) -> Any:

@@ -259,6 +259,8 @@ class Recurrent(nn.Sequential):
         super().__init__(*layers)
         if others := [layer for layer in self.modules() if isinstance(layer, nn.RNNBase | nn.RNNCellBase)]:
             raise TypeError(f"Recurrent carries no memory of {others[0]}: StackedGRU or StackedLSTM(1, in, out)")
+        if len(self.cells) < sum(isinstance(layer, StackedCell) for layer in self.modules()):
+            raise TypeError("a StackedGRU or StackedLSTM must be a layer of Recurrent itself, not of a layer of it")
 
     @property
     def cells(self) -> list[StackedCell]:

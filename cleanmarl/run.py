@@ -37,6 +37,7 @@ from cleanmarl.checkpoint import (
     as_tensors,
     checkpoint_path,
     has_scheduler,
+    is_held,
     load_checkpoint,
     load_states,
     not_finite,
@@ -44,6 +45,8 @@ from cleanmarl.checkpoint import (
     random_state,
     same_random_state,
     set_random_state,
+    unlearned,
+    unregistered,
     write_checkpoint,
 )
 from cleanmarl.cli import RunError, UsageError, check, flag, import_optional, load_args, read_run, run_folder, tell
@@ -66,6 +69,7 @@ from cleanmarl.machine import too_large
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from tqdm import tqdm
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
@@ -101,6 +105,7 @@ class Run:
         self.last_evaluation, self.best = 0, -math.inf  # the step of the last one, the highest return of all
         self.last_film = 0
         self.episodes: dict[str, list[float]] = defaultdict(list)  # statistics of those that ended since the last point
+        self.unwritten: dict[str, float] = {}  # the latest value of each metric since the last point
         self.is_best = False  # the checkpoint to be written next
         self.envs, self.carried, self.playing = None, (), None  # see start(), and what the checkpoint had of them
         self.bar = self.wandb = None
@@ -112,13 +117,23 @@ class Run:
         if args.capture_video:
             import_optional("moviepy", "--capture-video")
         for name, module in modules.items():  # or the first checkpoint would be the end
+            message = f"{name}={type(module).__name__} has no state_dict, load_state_dict, which a checkpoint needs"
+            check(hasattr(module, "state_dict") and hasattr(module, "load_state_dict"), message)
             if bad := not_finite(module.state_dict(), name):
                 hint = "persistent=False keeps a buffer, as of a mask, out of checkpoints"
                 raise UsageError(f"{bad} is not finite; {hint}")
             for p in not_held(module, modules) if isinstance(module, torch.optim.Optimizer) else ():
                 hint = "give Run its module, too: Run(args, __file__, agent=agent, predictor=predictor, ...)"
                 raise UsageError(f"{name} learns a parameter {tuple(p.shape)} that no checkpoint would hold; {hint}")
+        if attribute := unregistered(modules):
+            hint = "nn.ModuleList, nn.Parameter or register_buffer registers it"
+            raise UsageError(f"{attribute} would be in no checkpoint, nor be trained: {hint}")
+        if names := unlearned(modules):
+            tell(f"no optimizer learns {', '.join(names)}", sys.stderr)
         self._check_schedulers()
+        self.stepped: set[torch.optim.Optimizer] = set()  # since the last log()
+        self.stepped_before: set[torch.optim.Optimizer] = set()
+        self.is_overwritten = False  # the learning rate of a scheduler, by a line of the script
         with ExitStack() as on_error:  # what could not begin leaves no new folder and no lock
             if args.resume is None:
                 self._make_folder(on_error)
@@ -153,9 +168,26 @@ class Run:
                 message = f"a scheduler changes the learning rate of {name}, and no checkpoint would hold it"
                 check(is_kept, f"{message}; give Run it, too: Run(args, __file__, scheduler=scheduler, ...)")
 
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        """After a step of whatever optimizer there is."""
+        self.stepped.add(optimizer)
+        schedulers = [m for m in self.modules.values() if getattr(m, "optimizer", None) is optimizer]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if schedulers and not any(rates == s.get_last_lr() for s in schedulers if hasattr(s, "get_last_lr")):
+            self.is_overwritten = True
+
+    def _check_optimizers(self) -> None:
+        """UsageError for one that learns on from update to update, and that each --resume would begin anew."""
+        for optimizer in self.stepped & self.stepped_before:
+            message = f"an optimizer ({type(optimizer).__name__}) steps that no checkpoint would hold"
+            hint = "give Run it and its module: Run(args, __file__, predictor=..., predictor_optimizer=...)"
+            check(is_held(optimizer, self.modules), f"{message}; {hint}")
+        check(not self.is_overwritten, "the scheduler's learning rate is overwritten before the step: delete that line")
+        self.stepped, self.stepped_before = set(), self.stepped
+
     def _make_folder(self, on_error: ExitStack) -> None:
         args = self.args
-        check_flags(vars(args))
+        check_flags(args)
         env_id = re.sub(r"[^\w.=-]+", "-", args.env_id)
         name = f"{env_id}__{self.script}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         packages = ["torch", "numpy", "gymnasium", "envpool", "pettingzoo", "mpe2", "tensorboard"]
@@ -236,6 +268,7 @@ class Run:
             signals.remove(signal.SIGHUP)
         if threading.current_thread() is threading.main_thread():
             self.old_handlers = {s: signal.signal(s, self._on_signal) for s in signals}
+        self.hook = register_optimizer_step_post_hook(self._after_step)
         gc.collect()
         gc.freeze()  # what was imported is not searched for garbage again: a tenth of a fast script's time
         if sys.stderr is not None and sys.stderr.isatty():  # None: it was closed before the start
@@ -255,6 +288,7 @@ class Run:
             for signum, handler in getattr(self, "old_handlers", {}).items():
                 signal.signal(signum, handler)
             gc.unfreeze()
+            self.hook.remove()
             if self.bar is not None:
                 with suppress(OSError):
                     self.bar.close()
@@ -370,6 +404,7 @@ class Run:
         metrics = {key: as_number(value, key) for key, value in metrics.items()}
         if self.last_step == self.start_step:  # one that was made after the Run
             self._check_schedulers()
+        self._check_optimizers()
         self.has_learned |= bool(metrics)
         if self.bad_returns is not False:
             where = np.argwhere(self.bad_returns)[0]
@@ -377,6 +412,7 @@ class Run:
         bad = {key: value for key, value in metrics.items() if not math.isfinite(value)}
         if any(key.endswith("_loss") for key in bad):  # all of them: one bad minibatch spoils the other losses, too
             raise self._non_finite(", ".join(f"{key} is {value}" for key, value in bad.items()))
+        self.unwritten |= metrics  # also those of updates without a point
         total = self.args.total_timesteps
         is_last = self.step + (self.step - self.last_step) > total  # another update of this size would not fit
         self.last_step = self.step
@@ -386,7 +422,8 @@ class Run:
             episodes = {key: float(np.mean(values)) for key, values in self.episodes.items()}
             episodes["rollout/num_episodes"] = self.num_episodes
             self.episodes.clear()
-            self.write(metrics | episodes | {"time/SPS": self._sps()})
+            self.write(self.unwritten | episodes | {"time/SPS": self._sps()})
+            self.unwritten = {}
             self._show(episodes, is_last)
         if self.stop_signal is not None:
             self.save()

@@ -386,6 +386,17 @@ def results_of(script: str, pages: list[str]) -> str:
     return "\n".join(parts)
 
 
+def not_run(env_id: str, ran: set[str]) -> str:
+    """The scripts for such an environment of many agents of which there is no curve, as a line; "" for one agent."""
+    if "/" not in env_id or env_id.startswith("ALE/"):
+        return ""
+    ends = "_continuous_action" if "continuous" in env_id or "multiwalker" in env_id else ""
+    fitting = [path.stem for path in scripts() if family_of(path.stem)[0].startswith("Many agents")]
+    fitting = [x for x in fitting if x.endswith("_continuous_action") == bool(ends) and x != "coppo_matrix"]
+    missing = [f"`{script}`" for script in fitting if script not in ran]
+    return f"\nNo curves of {', '.join(missing)}.\n" if missing else ""
+
+
 def benchmarks_tables(pages: list[str]) -> str:
     """The rows of the tables that benchmark/report.py wrote, by environment, each with its settings."""
     figures = json.loads((DOCS / "results" / "data" / "figures.json").read_text())
@@ -407,10 +418,12 @@ def benchmarks_tables(pages: list[str]) -> str:
         )
         head = ["script", *columns, "seeds x steps", "settings"]
         tables.append(f"### {env_id}\n\n| {' | '.join(head)} |\n|---|{'---:|' * (len(columns) + 1)}---|\n")
+        ran = {script.partition("(/algorithms/")[2].partition(".md)")[0] for script, *_ in of_env}
         # Scores to compare with first: their names are in italics.
         for (script, steps, settings), cells in sorted(of_env.items(), key=lambda row: not row[0][0].startswith("*")):
             values = [cells.get(column, "") for column in columns]
             tables[-1] += f"| {' | '.join([script, *values, steps, settings])} |\n"
+        tables[-1] += not_run(env_id, ran)
     return "\n".join(tables)
 
 

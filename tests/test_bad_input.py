@@ -10,9 +10,9 @@ import subprocess
 import sys
 import typing
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cleanmarl import ippo, ppo, vdn
 from cleanmarl.cli import UsageError, flag, launch, limits
@@ -627,7 +627,16 @@ class Layers:
     width: int = 64
 
 
-@pytest.mark.parametrize("value", [Kind.RELU, Level.ONE, Layers(), {1, 2}])
+class Word(StrEnum):
+    A = "a"
+
+
+class Pair(NamedTuple):
+    low: float
+    high: float
+
+
+@pytest.mark.parametrize("value", [Kind.RELU, Level.ONE, Layers(), {1, 2}, (Word.A,), Pair(0.0, 1.0), {1: 0.5}])
 def test_a_flag_that_could_not_be_read_back(value, tmp_path):
     """Text instead of a Kind would load, and be another network."""
 

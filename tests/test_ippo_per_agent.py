@@ -151,7 +151,8 @@ def test_the_clip_of_values_is_around_what_the_critic_says(normalize):
     torch.testing.assert_close(batch.predicted, agent.normalized_value(batch.obs), atol=1e-5, rtol=1e-5)
     assert ((batch.predicted - batch.value).abs() > 0.2).all() == normalize
     clipped, _ = ippo_per_agent.ippo_loss(agent, batch, args)
-    free, _ = ippo_per_agent.ippo_loss(agent, batch, ippo_per_agent.Args(**vars(args) | {"clip_predicted_values": (0.0,)}))
+    without = ippo_per_agent.Args(**vars(args) | {"clip_predicted_values": (0.0,)})
+    free, _ = ippo_per_agent.ippo_loss(agent, batch, without)
     parameters = list(agent.critic.parameters())
     for one, other in zip(torch.autograd.grad(clipped, parameters), torch.autograd.grad(free, parameters)):
         torch.testing.assert_close(one, other)

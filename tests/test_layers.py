@@ -354,6 +354,8 @@ def test_recurrent_names_the_layer_that_it_cannot_carry():
         Recurrent(nn.Linear(3, 4), nn.GRU(4, 4))
     with pytest.raises(TypeError, match=r"no memory of GRUCell\(4, 4\)"):  # wherever it is
         Recurrent(nn.Linear(3, 4), nn.Sequential(nn.GRUCell(4, 4)))
+    with pytest.raises(TypeError, match="must be a layer of Recurrent itself"):
+        Recurrent(nn.Linear(3, 4), nn.Sequential(nn.LayerNorm(4), StackedGRU(1, 4, 4)))
     assert len(Recurrent(nn.Linear(3, 4), StackedLSTM(1, 4, 4))[:-1]) == 1  # a part of one is one
 
 

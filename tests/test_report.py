@@ -103,6 +103,15 @@ def test_settings_of_a_copy_that_inherits_its_fields(tmp_path):
     assert report.settings_of(meta | {"args": {"width": 64, "lr": 0.1}}, tmp_path) == "--lr 0.1"
 
 
+def test_settings_of_a_copy_that_inherits_from_a_script_that_it_imports(tmp_path):
+    """Its defaults are not known: what the command gives counts, so that two settings are two curves."""
+    (tmp_path / "x.py").write_text("from cleanmarl import ppo\nclass Args(ppo.Args):\n    mine: float = 0.5\n")
+    meta = {"script": "x", "args": {"mine": 0.5, "learning_rate": 1e-3, "gamma": 0.99, "total_timesteps": 5}}
+    command = ["x.py", "--learning-rate", "1e-3", "--total-timesteps", "5"]
+    assert report.settings_of(meta | {"command": command}, tmp_path) == "--learning-rate 0.001"
+    assert report.settings_of(meta, tmp_path) == "--gamma 0.99 --learning-rate 0.001"  # from Python: nobody knows
+
+
 def test_runs_that_are_no_longer_whole(tmp_path, capsys):
     """Half a manifest costs the CPU time alone; arguments without an environment are no run."""
     write_run(tmp_path / "whole", {report.RETURN: [(1, 2.0), (2, 3.0)]})

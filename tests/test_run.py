@@ -267,6 +267,123 @@ def test_what_is_learned_and_not_kept_is_refused(tmp_path):
         pass  # a view, as Networks has them
 
 
+class Hidden(torch.nn.Module):
+    """A network with something that torch does not know of."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        [torch.nn.Linear(2, 2)],
+        {"left": (torch.nn.Linear(2, 2),)},
+        torch.ones(2),
+        [torch.nn.Parameter(torch.ones(2))],
+        [torch.nn.BatchNorm1d(2, affine=False)],
+    ],
+)
+def test_layers_that_torch_does_not_know_of_are_refused(attribute, tmp_path):
+    """In a list of Python they act, but nothing trains or keeps them: enjoy would play others."""
+    with pytest.raises(UsageError, match=r"^agent\.1\.branches would be in no checkpoint, nor be trained: nn.Mod"):
+        small_run(tmp_path, {"agent": torch.nn.Sequential(torch.nn.Identity(), Hidden(branches=attribute))})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_list_of_what_is_registered_elsewhere_is_none_of_these(tmp_path):
+    agent = Hidden(sizes=[2, 1], names={"of": "agents"})
+    agent.parts = [agent.layer, agent.layer.weight]
+    agent.lstm = torch.nn.LSTM(2, 2)  # has a list of its own parameters
+    with small_run(tmp_path, {"agent": agent}):
+        pass
+
+
+def test_parameters_that_no_optimizer_has_are_named(tmp_path, capfd):
+    agent = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1) for name in ("actor", "head", "frozen")})
+    agent.frozen.requires_grad_(False)
+    modules = {"agent": agent, "target": torch.nn.Linear(2, 1), "optimizer": torch.optim.Adam(agent.actor.parameters())}
+    with small_run(tmp_path, modules):
+        assert "no optimizer learns agent.head.weight, agent.head.bias\n" in capfd.readouterr().err
+    modules["optimizer"] = torch.optim.Adam(agent.parameters())
+    with small_run(tmp_path, modules):
+        assert "no optimizer learns" not in capfd.readouterr().err
+
+
+def learn(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    network(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+class Both:
+    """Two optimizers in one keyword of Run."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    def state_dict(self) -> dict:
+        return {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state: dict) -> None:
+        for i, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state[str(i)])
+
+
+def test_an_optimizer_beside_those_of_the_run_is_refused_at_its_second_update(tmp_path):
+    """Resumed, it would begin anew, and what it learns as well. One that is made for each update may."""
+    agent, predictor = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    optimizer, other = torch.optim.Adam(agent.parameters()), torch.optim.Adam(predictor.parameters())
+    for modules in ({"both": Both(optimizer, other)}, {"optimizer": optimizer, "other": other}):
+        with small_run(tmp_path, {"agent": agent, "predictor": predictor} | modules) as run:
+            for _ in range(3):
+                learn(agent, optimizer)
+                learn(predictor, other)
+                learn(predictor, torch.optim.SGD(predictor.parameters()))
+                run.step += 1
+                run.log({})
+    message = r"an optimizer \(Adam\) steps that no checkpoint would hold; give Run it and its module"
+    with small_run(tmp_path, {"agent": agent, "predictor": predictor, "optimizer": optimizer}) as run:
+        learn(predictor, other)
+        run.step += 1
+        run.log({})
+        learn(predictor, other)
+        with pytest.raises(UsageError, match=message):
+            run.log({})
+    with pytest.raises(UsageError, match=r"^extra=dict has no state_dict, load_state_dict, which a checkpoint needs"):
+        small_run(tmp_path, {"extra": {"best": 0.0}})
+
+
+def test_a_line_that_overwrites_the_scheduler_is_refused(tmp_path):
+    """The curve would show the scheduler's learning rate, and the steps would have the other."""
+    agent = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    with small_run(tmp_path, {"agent": agent, "optimizer": optimizer, "scheduler": scheduler}) as run:
+        for _ in range(3):
+            learn(agent, optimizer)
+            scheduler.step()
+            run.step += 1
+            run.log({})
+        optimizer.param_groups[0]["lr"] = 0.5
+        learn(agent, optimizer)
+        scheduler.step()
+        with pytest.raises(UsageError, match="the scheduler's learning rate is overwritten before the step"):
+            run.log({})
+
+
+def test_a_metric_of_some_updates_comes_with_the_next_point(tmp_path):
+    with small_run(tmp_path, total_timesteps=2000) as run:
+        for update in range(1, 2001):
+            run.step += 1
+            run.log({"own/always": update} | ({"own/sparse": update} if update % 10 == 1 else {}))
+    always, sparse = (dict(scalars(run.folder)[f"own/{name}"]) for name in ("always", "sparse"))
+    assert len(always) == 1000 and len(sparse) == 200
+    assert all(step - 1 <= value <= step for step, value in sparse.items())
+
+
 def test_a_scheduler_that_is_made_after_the_run_is_refused_at_the_first_update(tmp_path):
     agent = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(agent.parameters())

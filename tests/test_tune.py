@@ -42,6 +42,8 @@ class Fields:
     norm_adv: bool = True
     cell: Literal["gru", "lstm"] = "gru"
     env_id: str = "e"
+    sizes: tuple[int, ...] = (64, 64)
+    rates: float | Literal["auto"] = "auto"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,8 @@ def test_space_follows_the_annotation(text, want):
         ("gamma=0.9..0.9", "range is empty"),
         ("cell=rnn", "there are only"),
         ("env_id=a,b", "no number, bool or Literal"),
+        ("sizes", "no number, bool or Literal"),
+        ("rates=0.1..1", "no number, bool or Literal"),
     ],
 )
 def test_space_outside_the_annotation_is_refused(text, why):
@@ -213,7 +217,9 @@ def test_a_later_call_tries_other_parameters(toy):
     """And not the first ones again, which would be no trials: their runs are there."""
     (toy / "toy.py").write_text(SCRIPT.replace("60 if", "0 if"))
     for num_trials in (3, 6):
-        tune.Search(toy_args(num_trials, num_seeds=1), [], lambda: 0).work()
+        search = tune.Search(toy_args(num_trials, num_seeds=1), [], lambda: 0)
+        search.work()
+        search.file.close()  # as at the end of a program
     tried = [trial.params["x"] for trial in tune.Search(toy_args(6), [], lambda: 0).study.trials]
     assert len(tried) == len(set(tried)) == 6
 
@@ -221,7 +227,9 @@ def test_a_later_call_tries_other_parameters(toy):
 def test_a_score_that_is_no_number_is_explained_and_counts(toy, capsys):
     (toy / "toy.py").write_text(SCRIPT.replace('k * float(arg["--x"])', 'float("nan")'))
     for told in ("1 of 1: fail", ""):  # the second time there is nothing to do
-        tune.Search(toy_args(1), [], lambda: 0).work()
+        search = tune.Search(toy_args(1), [], lambda: 0)
+        search.work()
+        search.file.close()
         output = capsys.readouterr().out
         assert told in output and ("eval/ep_reward is nan in runs/" in output) == bool(told)
 
