@@ -394,11 +394,15 @@ def curve_names(data: pd.DataFrame) -> pd.Series:
     """The name of each row's curve: the script, and of its flags those that tell curves of some script apart."""
     settings = data.settings.fillna("")
     flags = {x: re.split(" (?=--)", x) if x else [] for x in settings.unique()}
-    telling = set()
-    for _, of_script in settings.groupby(data.script):
+    telling = {}  # of each script
+    for script, of_script in settings.groupby(data.script):
         own = [set(flags[x]) for x in of_script.unique()]
-        telling |= set.union(*own) - set.intersection(*own)
-    names = [" ".join([script, *(f for f in flags[x] if f in telling)]) for script, x in zip(data.script, settings)]
+        telling[script] = set.union(*own) - set.intersection(*own)
+    of_all = {flag for words in telling.values() for flag in words if flag.startswith("--")}
+    names = [
+        " ".join([script, *(word for word in flags[x] if word in of_all | telling[script])])
+        for script, x in zip(data.script, settings)
+    ]
     return pd.Series(names, data.index, dtype=object)
 
 

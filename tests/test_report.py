@@ -501,12 +501,21 @@ def test_seeds_without_a_step_in_common_make_no_curve(tmp_path, capsys):
 def test_curves_are_named_by_the_flags_that_tell_them_apart():
     data = pd.DataFrame(
         {
-            "script": ["ppo", "ppo", "ppo", "coma", "coma", "vdn"],
-            "settings": ["--a 1 --b 2", "--a 1 --b 3 --c", "--a 1 --b 2", "the defaults", "--a 1", "--b 2"],
+            "script": ["ppo", "ppo", "ppo", "coma", "coma", "vdn", "qmix"],
+            "settings": [
+                "--a 1 --b 2",
+                "--a 1 --b 3 --c",
+                "--a 1 --b 2",
+                "the defaults",
+                "--d",
+                "--b 2",
+                "the defaults",
+            ],
         },
-        index=[3, 1, 4, 1, 5, 9],  # as a part of a longer table has it
+        index=[3, 1, 4, 1, 5, 9, 2],  # as a part of a longer table has it
     )
-    names = ["ppo --b 2", "ppo --b 3 --c", "ppo --b 2", "coma the defaults", "coma --a 1", "vdn"]
+    # vdn has what tells the curves of ppo apart, so it is told which of them it is beside
+    names = ["ppo --b 2", "ppo --b 3 --c", "ppo --b 2", "coma the defaults", "coma --d", "vdn --b 2", "qmix"]
     assert report.curve_names(data).tolist() == names
 
 
