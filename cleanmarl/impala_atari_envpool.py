@@ -4,7 +4,7 @@ With a convolutional network most of the work is the learner's: without a GPU, m
 Settings are the paper's for Atari: RMSProp on losses that are sums over the batch. It learns from lives and the signs
 of rewards; the returns it reports are the scores of whole games.
 
-Paper: Espeholt et al. 2018 (arXiv:1802.01561). Parent: impala.py.
+Paper: Espeholt et al. 2018 (arXiv:1802.01561).
 """
 
 import math

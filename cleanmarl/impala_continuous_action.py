@@ -3,7 +3,7 @@
 The learner keeps the statistics of what the actors see. Those of observations are the first layer of both networks:
 actors get them with the parameters. Unrolls hold observations and rewards as they are.
 
-Paper: Espeholt et al. 2018 (arXiv:1802.01561); normalisation as in ppo_continuous_action.py. Parent: impala.py.
+Paper: Espeholt et al. 2018 (arXiv:1802.01561); normalisation as in ppo_continuous_action.py.
 """
 
 import math

@@ -9,7 +9,7 @@ An actor that dies, or whose machine does, is replaced. Every learner has actors
 their gradients, through NCCL on GPUs and Gloo on CPUs, and so stay the same. The first one, alone, logs the episodes of
 its actors, saves and evaluates.
 
-Paper: Espeholt et al. 2018 (arXiv:1802.01561). Parent: impala.py. Needs the package ray; every machine needs this one.
+Paper: Espeholt et al. 2018 (arXiv:1802.01561). Needs the package ray; every machine needs this one.
 """
 
 import math

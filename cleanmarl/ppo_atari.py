@@ -6,7 +6,6 @@ near the one that collected the data. Policy and value function share the convol
 It learns from lives and the signs of rewards; the returns it reports are the scores of whole games.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
-Parent: ppo.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

@@ -16,7 +16,6 @@ restarts its game or goes without FIRE; envpool plays on and fires. envpool spen
 that step at once, so that the rollout holds no step that the agent did not choose.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
-Parent: ppo_atari_envpool.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

@@ -6,7 +6,6 @@ near the one that collected the data. The policy is a normal distribution; obser
 with running statistics, which belong to the agent: they are saved with it and stay as they are in an evaluation.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
-Parent: ppo.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

@@ -10,7 +10,6 @@ ends after 100 steps, when all is clean, or when a robot runs against a wall. Th
 (envpool's JobShop-v0, ten components of 21 choices, works too, but it is a toy of two operations.)
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
-Parent: ppo_multidiscrete.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

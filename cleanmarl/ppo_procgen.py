@@ -9,7 +9,6 @@ envpool spends a step on each reset: `EnvPool` makes it at once, so that the rol
 not choose. Procgen draws with the system's Qt 5 libraries: apt install libqt5gui5.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
-Parent: ppo_atari_envpool.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

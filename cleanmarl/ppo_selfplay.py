@@ -14,7 +14,6 @@ rollout, so that one network at a time plays all these games. Strength is measur
 player, whose Elo is 0, and with each past self of the pool, whose Elo stays what it was when it joined.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
-Parent: ppo_atari_envpool.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

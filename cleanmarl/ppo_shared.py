@@ -5,7 +5,6 @@ several epochs of minibatch steps on a surrogate objective whose probability rat
 near the one that collected the data. Policy and value function share all layers but the last.
 
 Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
-Parent: ppo.py.
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
