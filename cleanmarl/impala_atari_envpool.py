@@ -258,26 +258,24 @@ def vtrace(log_rho, reward, value, next_value, done, *, gamma, lambda_, rho_clip
     of its final observation if it truncated it. Returns (T, ...), (T, ...).
     """
     largest = math.log(max(rho_clip, c_clip, pg_rho_clip)) + 1  # beyond it all are clipped; exp might overflow
-    rho, continues = np.exp(np.minimum(log_rho, largest)), ~done
+    rho = np.exp(np.minimum(log_rho, largest))
     # detail impala-3: rho weighs the errors, c the trace, and each has a clip of its own
-    delta = np.minimum(rho, rho_clip) * (reward + gamma * next_value - value)
-    decay = gamma * lambda_ * continues * np.minimum(rho, c_clip)
+    error = np.minimum(rho, rho_clip) * (reward + gamma * next_value - value)  # TD errors; summed below: v_s - V(x_s)
+    decay = gamma * lambda_ * ~done * np.minimum(rho, c_clip)
     # detail impala-2: targets of the value function
-    error = delta  # of the value, v_s - V(x_s)
     for t in reversed(range(len(error) - 1)):
         error[t] += decay[t] * error[t + 1]
     return_ = value + error
     # detail impala-4: the advantage has the target of the next state, and a clipped rho
-    next_return = next_value.copy()
-    next_return[:-1][continues[:-1]] = return_[1:][continues[:-1]]
+    next_return = np.where(done, next_value, np.concatenate([return_[1:], next_value[-1:]]))
     return return_, np.minimum(rho, pg_rho_clip) * (reward + gamma * next_return - value)
 
 
 def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a batch of unrolls, records (B,), and its diagnostics by name."""
     device = next(agent.parameters()).device
-    names = [name for name in unrolls.dtype.names if not name.startswith("ep_")]
-    batch = {name: torch.from_numpy(unrolls[name].swapaxes(0, 1).copy()).to(device) for name in names}  # (T, B, ...)
+    # time first, (T, B, ...)
+    batch = {name: torch.from_numpy(unrolls[name].swapaxes(0, 1).copy()).to(device) for name in unrolls.dtype.names}
     last = batch["start"], batch["last_action"], batch["last_reward"]
     done, action, reward = (x[1:] for x in last)
 
@@ -363,16 +361,17 @@ def main(args: Args) -> Path:
     device = set_up(args)
 
     envs = make_envs(args, 1)
-    check_unrolls_size(args, unroll_dtype(envs, args))
+    dtype = unroll_dtype(envs, args)
+    check_unrolls_size(args, dtype)
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     num_updates, metrics = 0, {}  # metrics of the latest update
 
     with (
         Run(args, __file__, agent=agent, optimizer=optimizer) as run,
-        Actors(Player, args, agent, unroll_dtype(envs, args), run.step) as actors,
+        Actors(Player, args, agent, dtype, run.step) as actors,
     ):
-        gathered = np.zeros(0, unroll_dtype(envs, args))  # not learned from yet
+        gathered = np.zeros(0, dtype)  # not learned from yet
         while run.step + slot_size <= args.total_timesteps:
             slot = actors.take(num_updates)  # from now on actors get the parameters of now
             run.check_unrolls(slot)

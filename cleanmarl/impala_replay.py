@@ -45,7 +45,8 @@ class Args(RunArgs):
     learning_rate: PositiveFloat = 1e-3
     """learning rate of the optimizer"""
     optimizer_eps: PositiveFloat = 3.2
-    """epsilon: RMSProp adds it to the mean square of a gradient, Adam to its root; losses are sums"""
+    """epsilon: RMSProp adds it to the mean square of a gradient, Adam to its root; losses are sums, and for Adam 3.2
+    on sums over 320 steps is 0.01 on means"""
     num_envs: PositiveInt = 16
     """N, environments of each actor; N unrolls fill a slot"""
     unroll_length: PositiveInt = 20
@@ -80,7 +81,7 @@ class Args(RunArgs):
     vf_coef: NonNegativeFloat = 0.5
     """weight of the value loss"""
     max_grad_norm: PositiveFloat = 1600.0
-    """largest norm of the gradient of all parameters together"""
+    """largest norm of the gradient of all parameters together; 1600 on sums over 320 steps is 5 on means"""
 
 
 def make_envs(args: Args, num_envs: int, **options) -> gym.vector.VectorEnv:
@@ -264,18 +265,16 @@ def vtrace(log_rho, reward, value, next_value, done, *, gamma, lambda_, rho_clip
     of its final observation if it truncated it. Returns (T, ...), (T, ...).
     """
     largest = math.log(max(rho_clip, c_clip, pg_rho_clip)) + 1  # beyond it all are clipped; exp might overflow
-    rho, continues = np.exp(np.minimum(log_rho, largest)), ~done
+    rho = np.exp(np.minimum(log_rho, largest))
     # detail impala-3: rho weighs the errors, c the trace, and each has a clip of its own
-    delta = np.minimum(rho, rho_clip) * (reward + gamma * next_value - value)
-    decay = gamma * lambda_ * continues * np.minimum(rho, c_clip)
+    error = np.minimum(rho, rho_clip) * (reward + gamma * next_value - value)  # TD errors; summed below: v_s - V(x_s)
+    decay = gamma * lambda_ * ~done * np.minimum(rho, c_clip)
     # detail impala-2: targets of the value function
-    error = delta  # of the value, v_s - V(x_s)
     for t in reversed(range(len(error) - 1)):
         error[t] += decay[t] * error[t + 1]
     return_ = value + error
     # detail impala-4: the advantage has the target of the next state, and a clipped rho
-    next_return = next_value.copy()
-    next_return[:-1][continues[:-1]] = return_[1:][continues[:-1]]
+    next_return = np.where(done, next_value, np.concatenate([return_[1:], next_value[-1:]]))
     return return_, np.minimum(rho, pg_rho_clip) * (reward + gamma * next_return - value)
 
 
@@ -285,8 +284,8 @@ def impala_loss(agent: Agent, unrolls: np.ndarray, weight: torch.Tensor, args: A
     weight: (B,), of each unroll in the losses.
     """
     device = next(agent.parameters()).device
-    names = [name for name in unrolls.dtype.names if not name.startswith("ep_")]
-    batch = {name: torch.from_numpy(unrolls[name].swapaxes(0, 1).copy()).to(device) for name in names}  # (T, B, ...)
+    # time first, (T, B, ...)
+    batch = {name: torch.from_numpy(unrolls[name].swapaxes(0, 1).copy()).to(device) for name in unrolls.dtype.names}
     weight, real, done = weight.to(device), batch["mask"], batch["termination"] | batch["truncation"]
 
     T, B = done.shape
@@ -389,15 +388,16 @@ def main(args: Args) -> Path:
     device = set_up(args)
 
     envs = make_envs(args, 1)
-    check_unrolls_size(args, unroll_dtype(envs, args), args.replay_size)
+    dtype = unroll_dtype(envs, args)
+    check_unrolls_size(args, dtype, args.replay_size)
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
-    replay, cutter = Replay(args, unroll_dtype(envs, args)), Cutter(args)
+    replay, cutter = Replay(args, dtype), Cutter(args)
     num_updates, metrics = 0, {}  # metrics of the latest update
 
     with (
         Run(args, __file__, agent=agent, optimizer=optimizer, replay=replay) as run,
-        Actors(Player, args, agent, unroll_dtype(envs, args), run.step) as actors,
+        Actors(Player, args, agent, dtype, run.step) as actors,
     ):
         while run.step + slot_size <= args.total_timesteps:
             slot = actors.take(num_updates)  # from now on actors get the parameters of now
