@@ -119,6 +119,7 @@ class Agent(nn.Module):
         if self.epsilon > 0:  # detail dop-6: with their share of random actions
             uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
             probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform
+            # illegal actions have probability 0, whose log would make gradients NaN
             logits = probs.clamp(min=1e-30).log()
         return logits
 
@@ -261,9 +262,10 @@ def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run):
     """Play on to the next multiple of N episodes, from `now`, the (obs, info) before it; returns that after it."""
-    actor, num_episodes = as_numpy(agent.actor), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
+    actor = as_numpy(agent.actor)
+    goal = (run.num_episodes // envs.num_envs + 1) * envs.num_envs
     obs, info = now
-    while run.num_episodes < num_episodes:
+    while run.num_episodes < goal:
         at_random = torch.rand(*info["agent_mask"].shape, 1).numpy() < agent.epsilon
         logits = np.where(at_random, 0, actor(obs)) + gumbel_noise(*info["action_mask"].shape)
         action = np.where(info["action_mask"], logits, -np.inf).argmax(-1)
@@ -271,7 +273,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
         buffer.add(obs, info, action, reward, termination, truncation, next_info)
         run.step += envs.num_envs
         if "_episode" in next_info:
-            run.log_episodes(next_info, buffer.episodes)
+            run.log_episodes(next_info, buffer.episodes)  # looked through for NaN
         obs, info = next_obs, next_info
     return obs, info
 
@@ -344,24 +346,27 @@ def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optim
 
 def update(agent: Agent, critic: Critic, target_critic: Critic, optimizers, buffer: Buffer, args: Args) -> dict:
     """Some steps of the critic, then one of the actor; optimizers are those of (actor, critic)."""
-    device, losses, norms = next(agent.parameters()).device, [], []
+    device = next(agent.parameters()).device
+    losses, norms = [], []
     latest = buffer.latest(args.on_policy_episodes, device)
     for _ in range(args.epochs):
         replayed = buffer.sample(args.batch_size, device)
         on_policy_loss = critic_loss(critic, latest, critic_targets(agent, target_critic, latest, True, args))
         off_policy_loss = critic_loss(critic, replayed, critic_targets(agent, target_critic, replayed, False, args))
         # detail dop-4: the critic learns off-policy and on-policy
-        losses.append(args.kappa * off_policy_loss + (1 - args.kappa) * on_policy_loss)
-        norms.append(descend(losses[-1], critic, optimizers[1], args.clip_gradients))
+        loss = args.kappa * off_policy_loss + (1 - args.kappa) * on_policy_loss
+        norms.append(descend(loss, critic, optimizers[1], args.clip_gradients))
+        losses.append(loss.detach())
         critic.num_updates += 1
         if critic.num_updates % args.target_network_update_freq == 0:
             soft_update(target_critic, critic, args.polyak)
     loss = actor_loss(agent, critic, latest)
+    norm = descend(loss, agent, optimizers[0], args.clip_gradients)
     return {
-        "train/critic_loss": torch.stack(losses).detach().mean(),
+        "train/critic_loss": torch.stack(losses).mean(),
         "train/critic_gradients": torch.stack(norms).mean(),
         "train/actor_loss": loss.detach(),
-        "train/actor_gradients": descend(loss, agent, optimizers[0], args.clip_gradients),
+        "train/actor_gradients": norm,
         "train/num_updates": critic.num_updates,
     }
 

@@ -13,10 +13,9 @@ Paper: Peng et al. 2021, "FACMAC: factored multi-agent centralised policy gradie
 """
 
 import copy
-import dataclasses
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -170,7 +169,7 @@ class Critic(nn.Module):
 
 
 def gumbel_noise(*shape: int) -> np.ndarray:
-    """Noise that makes argmax(logits + noise) a hard Gumbel-Softmax sample, from torch's generator."""
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
     return -torch.empty(shape).exponential_().log().numpy()
 
 
@@ -200,7 +199,7 @@ class Batch(NamedTuple):
     survive: torch.Tensor  # (B, T, A) the same after the step
     reward: torch.Tensor  # (B, T, M) that each critic learns from
     weight: torch.Tensor  # (B, T, M) 1.0 where it does
-    goes_on: torch.Tensor  # (B, T, M) 0.0 where there is no value after the step: a termination, or the agent's death
+    goes_on: torch.Tensor  # (B, T, M) 0.0 if no value follows: a termination, the agent's death, or the last if M = 1
 
 
 class Buffer:
@@ -292,17 +291,18 @@ def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run):
     """Play on to the next multiple of N episodes, from `now`, the (obs, info) before it; returns that after it."""
-    actor, num_episodes = as_numpy(agent.actor), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
+    actor = as_numpy(agent.actor)
+    goal = (run.num_episodes // envs.num_envs + 1) * envs.num_envs
     one_hot = np.eye(envs.real_actions.shape[1], dtype=np.float32)
     obs, info = now
-    while run.num_episodes < num_episodes:
+    while run.num_episodes < goal:
         logits = actor(obs) + gumbel_noise(*info["action_mask"].shape)
         action = np.where(info["action_mask"], logits, -np.inf).argmax(-1)
         next_obs, reward, termination, truncation, next_info = envs.step(action)
         buffer.add(obs, info, one_hot[action], reward, termination, truncation, next_info)
         run.step += envs.num_envs
         if "_episode" in next_info:
-            run.log_episodes(next_info, buffer.episodes)
+            run.log_episodes(next_info, buffer.episodes)  # looked through for NaN
         obs, info = next_obs, next_info
     return obs, info
 
@@ -386,7 +386,7 @@ def main(args: Args) -> Path:
     device = set_up(args)
     envs, eval_envs = make_envs(args, args.num_envs), make_envs(args, args.num_eval_ep)
     if args.individual_critics is None:
-        args = dataclasses.replace(args, individual_critics=not envs.team_reward)  # for the run folder
+        args = replace(args, individual_critics=not envs.team_reward)  # for the run folder
 
     agent, critic = Agent(envs, args).to(device), Critic(envs, args).to(device)
     target_agent, target_critic = copy.deepcopy(agent), copy.deepcopy(critic)

@@ -12,10 +12,9 @@ Papers: Peng et al. 2021 (arXiv:2003.06709); Lillicrap et al. 2016 (arXiv:1509.0
 """
 
 import copy
-import dataclasses
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -214,7 +213,7 @@ class Batch(NamedTuple):
     survive: torch.Tensor  # (B, T, A) the same after the step
     reward: torch.Tensor  # (B, T, M) that each critic learns from
     weight: torch.Tensor  # (B, T, M) 1.0 where it does
-    goes_on: torch.Tensor  # (B, T, M) 0.0 where there is no value after the step: a termination, or the agent's death
+    goes_on: torch.Tensor  # (B, T, M) 0.0 if no value follows: a termination, the agent's death, or the last if M = 1
 
 
 class Buffer:
@@ -306,15 +305,16 @@ def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run):
     """Play on to the next multiple of N episodes, from `now`, the (obs, info) before it; returns that after it."""
-    actor, num_episodes = as_numpy(agent.actor), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
+    actor = as_numpy(agent.actor)
+    goal = (run.num_episodes // envs.num_envs + 1) * envs.num_envs
     obs, info = now
-    while run.num_episodes < num_episodes:
+    while run.num_episodes < goal:
         action = agent.explore(actor(obs))
         next_obs, reward, termination, truncation, next_info = envs.step(agent.env_action(action))
         buffer.add(obs, info, action, reward, termination, truncation, next_info)
         run.step += envs.num_envs
         if "_episode" in next_info:
-            run.log_episodes(next_info, buffer.episodes)
+            run.log_episodes(next_info, buffer.episodes)  # looked through for NaN
         obs, info = next_obs, next_info
     return obs, info
 
@@ -396,7 +396,7 @@ def main(args: Args) -> Path:
     device = set_up(args)
     envs, eval_envs = make_envs(args, args.num_envs), make_envs(args, args.num_eval_ep)
     if args.individual_critics is None:
-        args = dataclasses.replace(args, individual_critics=not envs.team_reward)  # for the run folder
+        args = replace(args, individual_critics=not envs.team_reward)  # for the run folder
 
     agent, critic = Agent(envs, args).to(device), Critic(envs, args).to(device)
     target_agent, target_critic = copy.deepcopy(agent), copy.deepcopy(critic)

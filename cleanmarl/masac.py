@@ -14,10 +14,9 @@ all actions of an agent beside the others' as in COMA (arXiv:1705.08926).
 """
 
 import copy
-import dataclasses
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -123,15 +122,16 @@ class Critic(nn.Module):
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
         super().__init__()
-        (A, K), hidden = envs.real_actions.shape, args.critic_hidden_dim
+        A, K = envs.real_actions.shape
         M = A if args.individual_critics else 1
-        self.critic, self.critic2 = (self.network(M, A, K, envs.state_size, hidden, args) for _ in range(2))
+        self.critic, self.critic2 = (self.network(M, A, K, envs.state_size, args) for _ in range(2))
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it
 
     @staticmethod
-    def network(M: int, A: int, K: int, state_size: int, hidden: int, args: Args) -> nn.Sequential:
+    def network(M: int, A: int, K: int, state_size: int, args: Args) -> nn.Sequential:
         """Values of each agent's K actions; one network (M = 1) tells the agents apart by ids."""
         ids, size = (AgentIds(A), state_size + A * K + A) if M == 1 else (nn.Identity(), state_size + A * K)
+        hidden = args.critic_hidden_dim
         layers = [ids, StackedLinear(M, size, hidden), nn.ReLU()]
         for _ in range(args.critic_num_layers):
             layers += [StackedLinear(M, hidden, hidden), nn.ReLU()]
@@ -150,7 +150,7 @@ class Critic(nn.Module):
 
 
 def gumbel_noise(*shape: int) -> np.ndarray:
-    """Noise that makes argmax(logits + noise) a hard Gumbel-Softmax sample, from torch's generator."""
+    """Noise that makes argmax(logits + noise) a sample of softmax(logits): -log of exponential noise."""
     return -torch.empty(shape).exponential_().log().numpy()
 
 
@@ -179,7 +179,7 @@ class Batch(NamedTuple):
     alive: torch.Tensor  # (B, T, A) 1.0 for living agents, 0.0 for the rest and for the padding
     reward: torch.Tensor  # (B, T, M) that each critic learns from
     weight: torch.Tensor  # (B, T, M) 1.0 where it does
-    goes_on: torch.Tensor  # (B, T, M) 0.0 where there is no value after the step: a termination, or the agent's death
+    goes_on: torch.Tensor  # (B, T, M) 0.0 if no value follows: a termination, the agent's death, or the last if M = 1
 
 
 class Buffer:
@@ -270,17 +270,18 @@ def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run):
     """Play on to the next multiple of N episodes, from `now`, the (obs, info) before it; returns that after it."""
-    actor, num_episodes = as_numpy(agent.actor), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
+    actor = as_numpy(agent.actor)
+    goal = (run.num_episodes // envs.num_envs + 1) * envs.num_envs
     one_hot = np.eye(envs.real_actions.shape[1], dtype=np.float32)
     obs, info = now
-    while run.num_episodes < num_episodes:
+    while run.num_episodes < goal:
         logits = actor(obs) + gumbel_noise(*info["action_mask"].shape)
         action = np.where(info["action_mask"], logits, -np.inf).argmax(-1)
         next_obs, reward, termination, truncation, next_info = envs.step(action)
         buffer.add(obs, info, one_hot[action], reward, termination, truncation, next_info)
         run.step += envs.num_envs
         if "_episode" in next_info:
-            run.log_episodes(next_info, buffer.episodes)
+            run.log_episodes(next_info, buffer.episodes)  # looked through for NaN
         obs, info = next_obs, next_info
     return obs, info
 
@@ -328,7 +329,7 @@ def descend(loss: torch.Tensor, network: nn.Module, optimizer: torch.optim.Optim
     optimizer.zero_grad()
     learned = [p for p in network.parameters() if p.requires_grad]
     if learned:  # none, if a copy freezes the network
-        loss.backward(inputs=learned)  # the actor's loss goes through the critics and leaves them alone
+        loss.backward(inputs=learned)
     norms = clip_grads_(network, max_norm if max_norm > 0 else math.inf)
     optimizer.step()
     return norms
@@ -372,7 +373,7 @@ def main(args: Args) -> Path:
     device = set_up(args)
     envs, eval_envs = make_envs(args, args.num_envs), make_envs(args, args.num_eval_ep)
     if args.individual_critics is None:
-        args = dataclasses.replace(args, individual_critics=not envs.team_reward)  # for the run folder
+        args = replace(args, individual_critics=not envs.team_reward)  # for the run folder
 
     agent, critic = Agent(envs, args).to(device), Critic(envs, args).to(device)
     target_critic = copy.deepcopy(critic)

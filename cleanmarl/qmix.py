@@ -264,15 +264,16 @@ def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run, epsilon: float):
     """Play on to the next multiple of N episodes, from `now`, the (obs, info) before it; returns that after it."""
-    q_network, num_episodes = as_numpy(agent.q_network), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
+    q_network = as_numpy(agent.q_network)
+    goal = (run.num_episodes // envs.num_envs + 1) * envs.num_envs
     obs, info = now
-    while run.num_episodes < num_episodes:
+    while run.num_episodes < goal:
         action = act(q_network(obs), info["action_mask"], epsilon)
         next_obs, reward, termination, truncation, next_info = envs.step(action)
         buffer.add(obs, info, action, reward, termination, truncation, next_info)
         run.step += envs.num_envs
         if "_episode" in next_info:
-            run.log_episodes(next_info, buffer.episodes)
+            run.log_episodes(next_info, buffer.episodes)  # looked through for NaN
         obs, info = next_obs, next_info
     return obs, info
 
@@ -289,7 +290,7 @@ def td_targets(q: torch.Tensor, target_agent: Agent, batch: Batch, args: Args) -
     best = chooser.masked_fill(~batch.action_mask, -torch.inf).argmax(-1, keepdim=True)
     following = target_agent.mix(target_q.gather(-1, best).squeeze(-1), batch.alive, batch.state)[:, 1:]  # (B, T, 1)
     target = batch.reward + args.gamma * batch.goes_on * following
-    for t in reversed(range(target.shape[1] - 1)) if args.td_lambda > 0 else ():  # detail vdn-4: TD(lambda)
+    for t in reversed(range(target.shape[1] - 1)):  # detail vdn-4: Peng's Q(lambda)
         later = batch.weight[:, t + 1] * (target[:, t + 1] - following[:, t])
         target[:, t] += args.gamma * args.td_lambda * later
     return target

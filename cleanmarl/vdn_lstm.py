@@ -133,7 +133,10 @@ def act(q: np.ndarray, action_mask: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def first_memory(agent: Agent, num_envs: int, num_agents: int) -> np.ndarray:
-    """Of each agent its last action and what the network remembers, (N, A, K + H), before anything was seen or done."""
+    """Of each agent its last action and what the network remembers, (N, A, K + H), before anything was seen or done.
+
+    H is the memory_size of the network: the units of its recurrent layers, or twice as many for LSTMs.
+    """
     return np.zeros((num_envs, num_agents, agent.num_actions + agent.q_network.memory_size), np.float32)
 
 
@@ -273,9 +276,10 @@ def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run, epsilon: float):
     """Play on to the next multiple of N episodes, from `now`, (obs, info, memory) before it; returns those after it."""
-    q_network, num_episodes = as_numpy(agent.q_network), (run.num_episodes // envs.num_envs + 1) * envs.num_envs
+    q_network = as_numpy(agent.q_network)
+    goal = (run.num_episodes // envs.num_envs + 1) * envs.num_envs
     obs, info, memory = now
-    while run.num_episodes < num_episodes:
+    while run.num_episodes < goal:
         q, state = look(agent, q_network, obs, memory)
         action = act(q, info["action_mask"], epsilon)
         memory = remember(agent, action, state, info["agent_mask"])
@@ -284,7 +288,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
         memory[termination | truncation] = 0  # detail recurrent-1: an episode begins with nothing
         run.step += envs.num_envs
         if "_episode" in next_info:
-            run.log_episodes(next_info, buffer.episodes)
+            run.log_episodes(next_info, buffer.episodes)  # looked through for NaN
         obs, info = next_obs, next_info
     return obs, info, memory
 
@@ -301,7 +305,7 @@ def td_targets(q: torch.Tensor, target_agent: Agent, batch: Batch, args: Args) -
     best = chooser.masked_fill(~batch.action_mask, -torch.inf).argmax(-1, keepdim=True)
     following = target_agent.mix(target_q.gather(-1, best).squeeze(-1), batch.alive)[:, 1:]  # (B, T, 1)
     target = batch.reward + args.gamma * batch.goes_on * following
-    for t in reversed(range(target.shape[1] - 1)) if args.td_lambda > 0 else ():  # detail vdn-4: TD(lambda)
+    for t in reversed(range(target.shape[1] - 1)):  # detail vdn-4: Peng's Q(lambda)
         later = batch.weight[:, t + 1] * (target[:, t + 1] - following[:, t])
         target[:, t] += args.gamma * args.td_lambda * later
     return target
