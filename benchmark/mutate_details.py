@@ -129,7 +129,12 @@ MUTATIONS = [
     ("mappo-6", "ippo", " / (agent.mean(advantage.square(), alive).sqrt() + 1e-8)", ""),
     ("mappo-7", "ippo", "clip_grads_(agent, args.max_grad_norm)", ONE_NORM),
     ("mappo-8", "ippo", "x[order].split(", "torch.stack([x[order.roll(a), a] for a in range(x.shape[1])], 1).split("),
-    ("mappo-8", "ippo_lstm", ".unflatten(0, (-1, num_envs))[:, order]", "[order.repeat(len(x) // num_envs)][None]"),
+    (
+        "mappo-8",
+        "ippo_lstm",
+        ".unflatten(0, (-1, args.num_envs))[:, order]",
+        "[order.repeat(len(x) // args.num_envs)][None]",
+    ),
     ("mappo-2", "mappo", "self.critic((state, obs", "self.critic((0 * state, obs"),
     ("mappo-3", "mappo", "if self.may_die:", "if False:"),
     ("mappo-9", "mappo", "self.state_stats(state[:, None])", "state[:, None]"),
@@ -137,7 +142,7 @@ MUTATIONS = [
     ("coppo-1", "coppo", "unclipped = inner = g * ratio", "unclipped = inner = ratio"),
     ("coppo-2", "coppo", "return product, torch.clamp(product, low, high)", "return product, product"),
     ("coppo-3", "coppo", "take_gradients(active=[turn])", "take_gradients(active=range(len(actors)))"),
-    ("coppo-4", "coppo", "unclipped, inner = others * ratio, g * ratio", "unclipped = inner = g * ratio"),
+    ("coppo-4", "coppo", "unclipped, inner = product * ratio, g * ratio", "unclipped = inner = g * ratio"),
     ("coppo-4", "coppo", "ratio_of_others(log_ratio, args)", "ratio_of_others(log_ratio.detach(), args)"),
     (
         "coppo-5",
@@ -162,7 +167,7 @@ MUTATIONS = [
     ("dop-5", "dop", " - (log_probs.exp() * q).sum(-1)  #", "  #"),
     ("dop-6", "dop", "(1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform", "logits.softmax(-1)"),
     ("recurrent-1", "ippo_lstm", "return done[:, None] | ", "return "),
-    ("recurrent-1", "ippo_lstm", 'done[:, None] | ~alive & info["agent_mask"]', "done[:, None] | False & alive"),
+    ("recurrent-1", "ippo_lstm", 'done[:, None] | (~alive & info["agent_mask"])', "done[:, None] | (False & alive)"),
     ("recurrent-1", "ippo_lstm", "critic_memory[cut] * ~came_back[..., None]", "critic_memory[cut]"),
     (
         "recurrent-2",
@@ -172,7 +177,7 @@ MUTATIONS = [
     ),
     ("recurrent-2", "ippo_lstm", "rollout.critic_memory[:] = memory, critic_memory", "rollout.critic_memory[:] = 0, 0"),
     ("recurrent-1", "coma_lstm", "return done[:, None] | ", "return "),
-    ("recurrent-1", "coma_lstm", 'done[:, None] | ~alive & info["agent_mask"]', "done[:, None] | False & alive"),
+    ("recurrent-1", "coma_lstm", 'done[:, None] | (~alive & info["agent_mask"])', "done[:, None] | (False & alive)"),
     ("recurrent-1", "coma_lstm", "memory[cut] * ~came_back[..., None]", "memory[cut]"),
     (
         "recurrent-2",

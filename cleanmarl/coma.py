@@ -120,7 +120,7 @@ class Agent(nn.Module):
         logits = self.actor(obs).masked_fill(~action_mask, -1e8)  # detail ippo-3: illegal actions
         uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
         probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform  # with their share of random actions
-        return probs.clamp(min=1e-30).log()
+        return probs.clamp(min=1e-30).log()  # illegal actions have probability 0, whose log would make gradients NaN
 
     def others_actions(self, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """For each agent the actions of all living ones but itself: action, alive (R, A) -> (R, A, A K), one-hot."""
@@ -135,6 +135,7 @@ class Agent(nn.Module):
         """
         # detail coma-3: what the others do stands beside what the agent observes
         seen = state[:, None], torch.cat([obs, others], dim=-1)  # (R, 1, S), (R, A, D + A K)
+        # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             seen = tuple(x * alive[..., None] for x in seen)
         return critic(seen)
@@ -267,7 +268,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     value = of_action(values, rows.action).view(rollout.reward.shape).cpu().numpy()
     next_value = bootstrap(agent, next_obs, *(next_info[key] for key in ("state", "action_mask", "agent_mask")))
     target = td_lambda(rollout.reward, value, next_value, rollout.done, args.gamma, args.td_lambda)
-    target = torch.from_numpy(target.astype(np.float32)).to(device).flatten(0, 1)
+    target = torch.from_numpy(target.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     return Batch(rows.obs, rows.state, rows.action_mask, alive, rows.action, others, target)
 
 
@@ -307,8 +308,9 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, iteration: int, args: Args) -> dict:
     """T steps of the critics and one of the actors; `iteration` updates came before. Returns the mean diagnostics."""
-    steps, losses, norms = list(zip(*(x.split(args.num_envs) for x in batch))), [], []
-    for i, step in enumerate(reversed(steps)):  # the rows of one time step, from the last to the first
+    steps = list(zip(*(x.split(args.num_envs) for x in batch)))  # the rows of each time step
+    losses, norms = [], []
+    for i, step in enumerate(reversed(steps)):
         if (iteration * args.num_steps + i) % args.target_network_update_freq == 0:
             agent.target_critic.load_state_dict(agent.critic.state_dict())
         loss = critic_loss(agent, Batch(*step))
@@ -337,7 +339,7 @@ def main(args: Args) -> Path:
 
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    of_critic = set(agent.critic.parameters())
+    of_critic = set(agent.critic.parameters())  # what a copy adds to the agent learns with the actors
     groups = [
         {"params": [p for p in agent.parameters() if p not in of_critic and p.requires_grad], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},

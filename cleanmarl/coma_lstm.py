@@ -88,6 +88,7 @@ class Agent(nn.Module):
 
     Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side. All steps of
     N environments follow each other, from `memory` (N, A, H) before the first; it is 0 after those in forget (R, A).
+    H is the memory_size of a network: the units of its recurrent layer, or twice as many for an LSTM.
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
@@ -127,7 +128,7 @@ class Agent(nn.Module):
         logits = self.actor(obs, memory, forget)[0].masked_fill(~action_mask, -1e8)  # detail ippo-3: illegal actions
         uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
         probs = (1 - self.epsilon) * logits.softmax(-1) + self.epsilon * uniform  # with their share of random actions
-        return probs.clamp(min=1e-30).log()
+        return probs.clamp(min=1e-30).log()  # illegal actions have probability 0, whose log would make gradients NaN
 
     def others_actions(self, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """For each agent the actions of all living ones but itself: action, alive (R, A) -> (R, A, A K), one-hot."""
@@ -142,6 +143,7 @@ class Agent(nn.Module):
         """
         # detail coma-3: what the others do stands beside what the agent observes
         seen = state[:, None], torch.cat([obs, others], dim=-1)  # (R, 1, S), (R, A, D + A K)
+        # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             seen = tuple(x * alive[..., None] for x in seen)
         return critic(seen)
@@ -175,7 +177,7 @@ def make_policy(agent: Agent, greedy: bool = True):
 
 def forgets(done: np.ndarray, alive: np.ndarray, info: dict) -> np.ndarray:
     """(N, A) True where memories are emptied: an episode is done (N,), or who was not alive (N, A) is so in `info`."""
-    return done[:, None] | ~alive & info["agent_mask"]  # detail recurrent-1: what comes back has a fresh memory
+    return done[:, None] | (~alive & info["agent_mask"])  # detail recurrent-1: what comes back has a fresh memory
 
 
 def gumbel_noise(*shape: int) -> np.ndarray:
@@ -291,10 +293,10 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     others = agent.others_actions(rows.action, alive)
     values = agent.values(agent.target_critic, rows.state, rows.obs, alive, others)
     value = of_action(values, rows.action).view(rollout.reward.shape).cpu().numpy()
-    following = (next_info[key] for key in ("state", "action_mask", "agent_mask"))
-    next_value = bootstrap(agent, next_obs, *following, memory)
+    seen = (next_info[key] for key in ("state", "action_mask", "agent_mask"))
+    next_value = bootstrap(agent, next_obs, *seen, memory)
     target = td_lambda(rollout.reward, value, next_value, rollout.done, args.gamma, args.td_lambda)
-    target = torch.from_numpy(target.astype(np.float32)).to(device).flatten(0, 1)
+    target = torch.from_numpy(target.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     learned = rows.action, others, target, rows.forget, rows.memory
     return Batch(rows.obs, rows.state, rows.action_mask, alive, *learned)
 
@@ -336,8 +338,9 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, iteration: int, args: Args) -> dict:
     """T steps of the critics and one of the actors; `iteration` updates came before. Returns the mean diagnostics."""
-    steps, losses, norms = list(zip(*(x.split(args.num_envs) for x in batch[:-1]))), [], []
-    for i, step in enumerate(reversed(steps)):  # the rows of one time step, from the last to the first
+    steps = list(zip(*(x.split(args.num_envs) for x in batch[:-1])))  # the rows of each time step
+    losses, norms = [], []
+    for i, step in enumerate(reversed(steps)):
         if (iteration * args.num_steps + i) % args.target_network_update_freq == 0:
             agent.target_critic.load_state_dict(agent.critic.state_dict())
         loss = critic_loss(agent, Batch(*step, batch.memory))
@@ -366,7 +369,7 @@ def main(args: Args) -> Path:
 
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    of_critic = set(agent.critic.parameters())
+    of_critic = set(agent.critic.parameters())  # what a copy adds to the agent learns with the actors
     groups = [
         {"params": [p for p in agent.parameters() if p not in of_critic and p.requires_grad], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},

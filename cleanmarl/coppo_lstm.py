@@ -16,7 +16,6 @@ whole sequences from the memories with which the rollout began.
 Paper: Wu et al. 2021 (arXiv:2111.04051). Parent: coppo.py, plus the memory, which is that of ippo_lstm.py.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +142,7 @@ class Agent(nn.Module):
 
     Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side. All steps of
     N environments follow each other, from `memory` (N, A, H) before the first; it is 0 after those in forget (R, A).
+    H is the memory_size of a network: the units of its recurrent layer, or twice as many for an LSTM.
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
@@ -183,6 +183,7 @@ class Agent(nn.Module):
     def normalized_value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor, memory, forget=None):
         """Values (R, A) as the critics predict them, memories (R, A, H); state (R, S), obs (R, A, D), alive (R, A)."""
         state = self.state_stats(state[:, None])  # detail mappo-9: states of one scale, (R, 1, S)
+        # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs = state * alive[..., None], obs * alive[..., None]
         value, memories = self.critic((state, obs), memory, forget)  # detail mappo-2: from state and own observation
@@ -218,7 +219,7 @@ def make_policy(agent: Agent, greedy: bool = True):
 
 def forgets(done: np.ndarray, alive: np.ndarray, info: dict) -> np.ndarray:
     """(N, A) True where memories are emptied: an episode is done (N,), or who was not alive (N, A) is so in `info`."""
-    return done[:, None] | ~alive & info["agent_mask"]  # detail recurrent-1: what comes back has a fresh memory
+    return done[:, None] | (~alive & info["agent_mask"])  # detail recurrent-1: what comes back has a fresh memory
 
 
 def gumbel_noise(*shape: int) -> np.ndarray:
@@ -240,7 +241,7 @@ class Rollout(NamedTuple):
     done: np.ndarray  # (T, N, A) bool, the episode ended with this step
     forget: np.ndarray  # (T, N, A) bool, memories are emptied after this step
     memory: np.ndarray  # (1, N, A, H) float32, of the actors before the first step
-    critic_memory: np.ndarray  # (1, N, A, H) float32, of the critics
+    critic_memory: np.ndarray  # (1, N, A, H) float32, with the H of the critics
 
 
 def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -320,7 +321,7 @@ class Batch(NamedTuple):
     value: torch.Tensor  # (R, A) likewise
     forget: torch.Tensor  # (R, A)
     memory: torch.Tensor  # (N, A, H)
-    critic_memory: torch.Tensor  # (N, A, H)
+    critic_memory: torch.Tensor  # (N, A, H) with the H of the critics
 
 
 @torch.no_grad()
@@ -329,10 +330,10 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     device = next(agent.parameters()).device
     rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
     alive = rows.agent_mask.float()
-    following = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"], memories[1])
-    next_value = agent.value(*following)[0].cpu().numpy()
+    seen = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"], memories[1])
+    next_value = agent.value(*seen)[0].cpu().numpy()
     advantage = gae(rollout.reward, rollout.value, next_value, rollout.done, args.gamma, args.gae_lambda)
-    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     return_, value = advantage + rows.value, rows.value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
         agent.value_stats.update(return_, agent.critic[-1])  # detail mappo-1: PopArt
@@ -368,11 +369,11 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
     log_ratio = (log_prob - batch.log_prob) * batch.alive  # detail ippo-4: the dead add nothing; their ratio is 1
     ratio = log_ratio.exp()
     if args.objective == "equation":
-        others, g = ratio_of_others(log_ratio.detach(), args)
+        product, g = ratio_of_others(log_ratio.detach(), args)
         unclipped = inner = g * ratio  # detail coppo-1: the others' ratios weigh an agent's own
     else:  # detail coppo-4: the objective of the authors' code
-        others, g = ratio_of_others(log_ratio, args)
-        unclipped, inner = others * ratio, g * ratio
+        product, g = ratio_of_others(log_ratio, args)
+        unclipped, inner = product * ratio, g * ratio
     outer = torch.clamp(inner, 1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.min(batch.advantage * unclipped, batch.advantage * outer)
     policy_loss = -agent.mean(surrogate, batch.alive)
@@ -380,13 +381,13 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
 
     loss = (policy_loss - args.ent_coef * entropy).sum()
     with torch.no_grad():
-        spread = (others - agent.mean(others, batch.alive)).square()
+        spread = (product - agent.mean(product, batch.alive)).square()
         stats = {
             "policy_loss": policy_loss.mean(),
             "entropy": entropy.mean(),
             "approx_kl": agent.mean(ratio - 1 - log_ratio, batch.alive).mean(),
             "outer_clipfrac": agent.mean((inner != outer).float(), batch.alive).mean(),
-            "inner_clipfrac": agent.mean((others != g).float(), batch.alive).mean(),
+            "inner_clipfrac": agent.mean((product != g).float(), batch.alive).mean(),
             "ratio_product_var": agent.mean(spread, batch.alive).mean(),
         }
     return loss, stats
@@ -408,20 +409,21 @@ def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
 
 def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
-    num_envs = len(batch.memory)
-    learned, all_stats = [p for p in agent.actor.parameters() if p.requires_grad], []
+    learned = [p for p in agent.actor.parameters() if p.requires_grad]
+    all_stats = []
     for _ in range(args.update_epochs):
         minibatches = [batch]
         if args.num_minibatches > 1:  # detail mappo-8: whole sequences of some environments, with all agents
-            order = torch.randperm(num_envs, device=batch.action.device)
-            parts = [x.unflatten(0, (-1, num_envs))[:, order].chunk(args.num_minibatches, dim=1) for x in batch]
+            order = torch.randperm(args.num_envs, device=batch.action.device)
+            parts = [x.unflatten(0, (-1, args.num_envs))[:, order].chunk(args.num_minibatches, dim=1) for x in batch]
             minibatches = (Batch(*(x.flatten(0, 1) for x in part)) for part in zip(*parts))
         for minibatch in minibatches:
-            value_loss, norms = critic_loss(agent, minibatch, args), {}
+            value_loss = critic_loss(agent, minibatch, args)
+            norms = {}
             # detail coppo-3: one actor after another, with the others' newest ratios (Algorithm 1)
             for turn in range(len(actors)):
                 loss, stats = actor_loss(agent, minibatch, args)
-                agent.zero_grad()
+                optimizer.zero_grad()
                 if turn == 0:  # everything but the actors steps once: with the first of them
                     (loss + value_loss.sum()).backward()
                 elif learned:  # none, if a copy freezes the actors
@@ -429,8 +431,8 @@ def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, bat
                 norms |= clip_grads_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
                 actors.take_gradients(active=[turn])
                 optimizer.step()
-                stats |= {"value_loss": value_loss.detach().mean()}
-                all_stats.append(stats | {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]})
+                gradients = {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]}
+                all_stats.append(stats | {"value_loss": value_loss.detach().mean()} | gradients)
     metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
     metrics["train/explained_variance"] = (1 - (return_ - value).var() / return_.var()).nan_to_num(0, neginf=0)
@@ -452,9 +454,9 @@ def main(args: Args) -> Path:
     of_actor, of_critic = set(agent.actor.parameters()), set(agent.critic.parameters())
     message = "the actor and the critic have a parameter in common: with CoPPO, where one actor steps after another"
     check(not of_actor & of_critic, f"{message}, they must have none")
-    others = [p for p in agent.parameters() if p not in of_actor | of_critic]
+    others = [p for p in agent.parameters() if p not in of_actor | of_critic]  # what a copy adds learns with the actors
     groups = [
-        {"params": [*itertools.chain(*actors), *others], "lr": args.learning_rate},
+        {"params": [*(p for actor in actors for p in actor), *others], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},
     ]
     if args.optimizer == "adam":

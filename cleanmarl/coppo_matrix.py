@@ -8,7 +8,6 @@ of uniformly random actions that falls over the run; the mixture is the policy, 
 Paper: Wu et al. 2021 (arXiv:2111.04051), section 4.1 and appendix C.1. Parent: coppo.py, plus these.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,6 +200,7 @@ class Agent(nn.Module):
         uniform = action_mask / action_mask.sum(-1, keepdim=True).clamp(min=1)
         epsilon = self.epsilon.to(logits.device)  # what was collected is on the CPU
         probs = (1 - epsilon) * logits.softmax(-1) + epsilon * uniform
+        # illegal actions have probability 0, whose log would make gradients NaN
         return probs.clamp(min=1e-30).log()  # detail coppo-7: the mixture is the policy
 
     def others_actions(self, action: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -216,6 +216,7 @@ class Agent(nn.Module):
         """
         seen = (self.others_actions(action, alive),) if self.counterfactual else ()
         state = state[:, None]  # (R, 1, S)
+        # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs, *seen = (x * alive[..., None] for x in (state, obs, *seen))
         return self.critic((state, obs, *seen))  # detail mappo-2: from the state and the own observation
@@ -362,7 +363,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     next_value = bootstrap(agent, next_obs, *(next_info[key] for key in ("state", "action_mask", "agent_mask")))
     value_taken = value.view(rollout.reward.shape).cpu().numpy()
     advantage = gae(rollout.reward, value_taken, next_value, rollout.done, args.gamma, args.gae_lambda)
-    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     return_ = advantage + value
     if agent.counterfactual:  # detail coppo-5: how much better the action was than those the agent takes on average
         advantage = value - (agent.logits(rows.obs, rows.action_mask).softmax(-1) * values).sum(-1)
@@ -398,11 +399,11 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
     log_ratio = (log_prob - batch.log_prob) * batch.alive  # detail ippo-4: the dead add nothing; their ratio is 1
     ratio = log_ratio.exp()
     if args.objective == "equation":
-        others, g = ratio_of_others(log_ratio.detach(), args)
+        product, g = ratio_of_others(log_ratio.detach(), args)
         unclipped = inner = g * ratio  # detail coppo-1: the others' ratios weigh an agent's own
     else:  # detail coppo-4: the objective of the authors' code
-        others, g = ratio_of_others(log_ratio, args)
-        unclipped, inner = others * ratio, g * ratio
+        product, g = ratio_of_others(log_ratio, args)
+        unclipped, inner = product * ratio, g * ratio
     outer = torch.clamp(inner, 1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.min(batch.advantage * unclipped, batch.advantage * outer)
     policy_loss = -agent.mean(surrogate, batch.alive)
@@ -412,13 +413,13 @@ def actor_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
 
     loss = policy_loss.sum() - args.ent_coef * entropy.sum()  # apart: a mixed objective is (1,), entropies may be (A,)
     with torch.no_grad():
-        spread = (others - agent.mean(others, batch.alive)).square()
+        spread = (product - agent.mean(product, batch.alive)).square()
         stats = {
             "policy_loss": policy_loss.mean(),
             "entropy": entropy.mean(),
             "approx_kl": agent.mean(ratio - 1 - log_ratio, batch.alive).mean(),
             "outer_clipfrac": agent.mean((inner != outer).float(), batch.alive).mean(),
-            "inner_clipfrac": agent.mean((others != g).float(), batch.alive).mean(),
+            "inner_clipfrac": agent.mean((product != g).float(), batch.alive).mean(),
             "ratio_product_var": agent.mean(spread, batch.alive).mean(),
         }
     return loss, stats
@@ -442,7 +443,8 @@ def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
 def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
     num_rows = len(batch.action)
-    learned, all_stats = [p for p in agent.actor.parameters() if p.requires_grad], []
+    learned = [p for p in agent.actor.parameters() if p.requires_grad]
+    all_stats = []
     for _ in range(args.update_epochs):
         minibatches = [batch]
         if args.num_minibatches > 1:  # detail mappo-8: the agents of a step stay together
@@ -450,11 +452,12 @@ def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, bat
             parts = [x[order].split(num_rows // args.num_minibatches) for x in batch]
             minibatches = map(Batch._make, zip(*parts))
         for minibatch in minibatches:
-            value_loss, norms = critic_loss(agent, minibatch, args), {}
+            value_loss = critic_loss(agent, minibatch, args)
+            norms = {}
             # detail coppo-3: one actor after another, with the others' newest ratios (Algorithm 1)
             for turn in range(len(actors)):
                 loss, stats = actor_loss(agent, minibatch, args)
-                agent.zero_grad()
+                optimizer.zero_grad()
                 if turn == 0:  # everything but the actors steps once: with the first of them
                     (loss + value_loss.sum()).backward()
                 elif learned:  # none, if a copy freezes the actors
@@ -462,8 +465,8 @@ def update(agent: Agent, actors: Networks, optimizer: torch.optim.Optimizer, bat
                 norms |= clip_grads_(agent, args.max_grad_norm)  # detail mappo-7: actor and critic apart
                 actors.take_gradients(active=[turn])
                 optimizer.step()
-                stats |= {"value_loss": value_loss.detach().mean()}
-                all_stats.append(stats | {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]})
+                gradients = {"actor_gradients": norms["actor"], "critic_gradients": norms["critic"]}
+                all_stats.append(stats | {"value_loss": value_loss.detach().mean()} | gradients)
     metrics = {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
     return_, value = (x[batch.alive > 0] for x in (batch.return_, batch.value))
     metrics["train/explained_variance"] = (1 - (return_ - value).var() / return_.var()).nan_to_num(0, neginf=0)
@@ -485,9 +488,9 @@ def main(args: Args) -> Path:
     of_actor, of_critic = set(agent.actor.parameters()), set(agent.critic.parameters())
     message = "the actor and the critic have a parameter in common: with CoPPO, where one actor steps after another"
     check(not of_actor & of_critic, f"{message}, they must have none")
-    others = [p for p in agent.parameters() if p not in of_actor | of_critic]
+    others = [p for p in agent.parameters() if p not in of_actor | of_critic]  # what a copy adds learns with the actors
     groups = [
-        {"params": [*itertools.chain(*actors), *others], "lr": args.learning_rate},
+        {"params": [*(p for actor in actors for p in actor), *others], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},
     ]
     if args.optimizer == "adam":

@@ -266,7 +266,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     next_value = agent.value(*to_tensors(agent, next_obs)).cpu().numpy()
     values = value.view(rollout.reward.shape).cpu().numpy()
     advantage = gae(rollout.reward, values, next_value, rollout.done, args.gamma, args.gae_lambda)
-    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     return_ = advantage + value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
         agent.value_stats.update(return_, earns, agent.critic[-1])  # detail mappo-1: PopArt
@@ -347,7 +347,7 @@ def main(args: Args) -> Path:
 
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    of_critic = set(agent.critic.parameters())
+    of_critic = set(agent.critic.parameters())  # what a copy adds to the agent learns with the actors
     groups = [
         {"params": [p for p in agent.parameters() if p not in of_critic], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},

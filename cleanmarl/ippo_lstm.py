@@ -115,6 +115,7 @@ class Agent(nn.Module):
 
     Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side. All steps of
     N environments follow each other, from `memory` (N, A, H) before the first; it is 0 after those in forget (R, A).
+    H is the memory_size of a network: the units of its recurrent layer, or twice as many for an LSTM.
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
@@ -186,7 +187,7 @@ def make_policy(agent: Agent, greedy: bool = True):
 
 def forgets(done: np.ndarray, alive: np.ndarray, info: dict) -> np.ndarray:
     """(N, A) True where memories are emptied: an episode is done (N,), or who was not alive (N, A) is so in `info`."""
-    return done[:, None] | ~alive & info["agent_mask"]  # detail recurrent-1: what comes back has a fresh memory
+    return done[:, None] | (~alive & info["agent_mask"])  # detail recurrent-1: what comes back has a fresh memory
 
 
 def gumbel_noise(*shape: int) -> np.ndarray:
@@ -207,7 +208,7 @@ class Rollout(NamedTuple):
     done: np.ndarray  # (T, N, A) bool, the episode ended with this step, or the agent died and has no team that earns
     forget: np.ndarray  # (T, N, A) bool, memories are emptied after this step
     memory: np.ndarray  # (1, N, A, H) float32, of the actors before the first step
-    critic_memory: np.ndarray  # (1, N, A, H) float32, of the critics
+    critic_memory: np.ndarray  # (1, N, A, H) float32, with the H of the critics
 
 
 def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -285,7 +286,7 @@ class Batch(NamedTuple):
     value: torch.Tensor  # (R, A) likewise
     forget: torch.Tensor  # (R, A)
     memory: torch.Tensor  # (N, A, H)
-    critic_memory: torch.Tensor  # (N, A, H)
+    critic_memory: torch.Tensor  # (N, A, H) with the H of the critics
 
 
 @torch.no_grad()
@@ -297,7 +298,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, memories, arg
     earns = torch.ones_like(alive) if agent.team_reward else alive
     next_value = agent.value(*to_tensors(agent, next_obs, memories[1]))[0].cpu().numpy()
     advantage = gae(rollout.reward, rollout.value, next_value, rollout.done, args.gamma, args.gae_lambda)
-    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     return_, value = advantage + rows.value, rows.value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
         agent.value_stats.update(return_, earns, agent.critic[-1])  # detail mappo-1: PopArt
@@ -348,13 +349,12 @@ def ippo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, dic
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
-    num_envs = len(batch.memory)
     all_stats = []
     for _ in range(args.update_epochs):
         minibatches = [batch]
         if args.num_minibatches > 1:  # detail mappo-8: whole sequences of some environments, with all agents
-            order = torch.randperm(num_envs, device=batch.action.device)
-            parts = [x.unflatten(0, (-1, num_envs))[:, order].chunk(args.num_minibatches, dim=1) for x in batch]
+            order = torch.randperm(args.num_envs, device=batch.action.device)
+            parts = [x.unflatten(0, (-1, args.num_envs))[:, order].chunk(args.num_minibatches, dim=1) for x in batch]
             minibatches = (Batch(*(x.flatten(0, 1) for x in part)) for part in zip(*parts))
         for minibatch in minibatches:
             loss, stats = ippo_loss(agent, minibatch, args)
@@ -380,7 +380,7 @@ def main(args: Args) -> Path:
 
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    of_critic = set(agent.critic.parameters())
+    of_critic = set(agent.critic.parameters())  # what a copy adds to the agent learns with the actors
     groups = [
         {"params": [p for p in agent.parameters() if p not in of_critic], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},

@@ -275,7 +275,7 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -
     next_value = agent.value(*to_tensors(agent, next_obs)).cpu().numpy()
     values = value.view(rollout.reward.shape).cpu().numpy()
     advantage = gae(rollout.reward, values, next_value, rollout.done, np.array(args.gamma), np.array(args.gae_lambda))
-    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     return_ = advantage + value
     predicted = value
     if agent.value_stats is not None:  # the critic learns normalised returns

@@ -161,6 +161,7 @@ class Agent(nn.Module):
     def normalized_value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """Values (R, A) as the critics predict them; state (R, S), obs (R, A, D), alive (R, A)."""
         state, obs = self.state_stats(state[:, None]), self.obs_stats(obs)  # (R, 1, S), (R, A, D)
+        # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs = state * alive[..., None], obs * alive[..., None]
         return self.critic((state, obs)).squeeze(-1)  # detail mappo-2: from the state and the own observation
@@ -283,11 +284,10 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
     alive = rows.agent_mask.float()
     value = agent.value(rows.state, rows.obs, alive)
-    following = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"])
-    next_value = agent.value(*following).cpu().numpy()
+    next_value = agent.value(*to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"])).cpu().numpy()
     values = value.view(rollout.reward.shape).cpu().numpy()
     advantage = gae(rollout.reward, values, next_value, rollout.done, args.gamma, args.gae_lambda)
-    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     return_ = advantage + value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
         agent.value_stats.update(return_, agent.critic[-1])  # detail mappo-1: PopArt
@@ -369,7 +369,7 @@ def main(args: Args) -> Path:
 
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    of_critic = set(agent.critic.parameters())
+    of_critic = set(agent.critic.parameters())  # what a copy adds to the agent learns with the actors
     groups = [
         {"params": [p for p in agent.parameters() if p not in of_critic], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},

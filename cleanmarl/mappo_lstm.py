@@ -117,6 +117,7 @@ class Agent(nn.Module):
 
     Arrays are (R, A, ...): R rows, each a step of an environment, in which the A agents stay side by side. All steps of
     N environments follow each other, from `memory` (N, A, H) before the first; it is 0 after those in forget (R, A).
+    H is the memory_size of a network: the units of its recurrent layer, or twice as many for an LSTM.
     """
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
@@ -157,6 +158,7 @@ class Agent(nn.Module):
     def normalized_value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor, memory, forget=None):
         """Values (R, A) as the critics predict them, memories (R, A, H); state (R, S), obs (R, A, D), alive (R, A)."""
         state = self.state_stats(state[:, None])  # detail mappo-9: states of one scale, (R, 1, S)
+        # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs = state * alive[..., None], obs * alive[..., None]
         value, memories = self.critic((state, obs), memory, forget)  # detail mappo-2: from state and own observation
@@ -192,7 +194,7 @@ def make_policy(agent: Agent, greedy: bool = True):
 
 def forgets(done: np.ndarray, alive: np.ndarray, info: dict) -> np.ndarray:
     """(N, A) True where memories are emptied: an episode is done (N,), or who was not alive (N, A) is so in `info`."""
-    return done[:, None] | ~alive & info["agent_mask"]  # detail recurrent-1: what comes back has a fresh memory
+    return done[:, None] | (~alive & info["agent_mask"])  # detail recurrent-1: what comes back has a fresh memory
 
 
 def gumbel_noise(*shape: int) -> np.ndarray:
@@ -214,7 +216,7 @@ class Rollout(NamedTuple):
     done: np.ndarray  # (T, N, A) bool, the episode ended with this step
     forget: np.ndarray  # (T, N, A) bool, memories are emptied after this step
     memory: np.ndarray  # (1, N, A, H) float32, of the actors before the first step
-    critic_memory: np.ndarray  # (1, N, A, H) float32, of the critics
+    critic_memory: np.ndarray  # (1, N, A, H) float32, with the H of the critics
 
 
 def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -294,7 +296,7 @@ class Batch(NamedTuple):
     value: torch.Tensor  # (R, A) likewise
     forget: torch.Tensor  # (R, A)
     memory: torch.Tensor  # (N, A, H)
-    critic_memory: torch.Tensor  # (N, A, H)
+    critic_memory: torch.Tensor  # (N, A, H) with the H of the critics
 
 
 @torch.no_grad()
@@ -303,10 +305,10 @@ def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: di
     device = next(agent.parameters()).device
     rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
     alive = rows.agent_mask.float()
-    following = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"], memories[1])
-    next_value = agent.value(*following)[0].cpu().numpy()
+    seen = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"], memories[1])
+    next_value = agent.value(*seen)[0].cpu().numpy()
     advantage = gae(rollout.reward, rollout.value, next_value, rollout.done, args.gamma, args.gae_lambda)
-    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)
+    advantage = torch.from_numpy(advantage.astype(np.float32)).to(device).flatten(0, 1)  # float64 so far
     return_, value = advantage + rows.value, rows.value
     if agent.value_stats is not None:  # the critic learns normalised returns, and is compared with normalised values
         agent.value_stats.update(return_, agent.critic[-1])  # detail mappo-1: PopArt
@@ -358,13 +360,12 @@ def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
 
 def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, args: Args) -> dict:
     """Several epochs of minibatch steps on one rollout; returns the mean diagnostics."""
-    num_envs = len(batch.memory)
     all_stats = []
     for _ in range(args.update_epochs):
         minibatches = [batch]
         if args.num_minibatches > 1:  # detail mappo-8: whole sequences of some environments, with all agents
-            order = torch.randperm(num_envs, device=batch.action.device)
-            parts = [x.unflatten(0, (-1, num_envs))[:, order].chunk(args.num_minibatches, dim=1) for x in batch]
+            order = torch.randperm(args.num_envs, device=batch.action.device)
+            parts = [x.unflatten(0, (-1, args.num_envs))[:, order].chunk(args.num_minibatches, dim=1) for x in batch]
             minibatches = (Batch(*(x.flatten(0, 1) for x in part)) for part in zip(*parts))
         for minibatch in minibatches:
             loss, stats = mappo_loss(agent, minibatch, args)
@@ -390,7 +391,7 @@ def main(args: Args) -> Path:
 
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    of_critic = set(agent.critic.parameters())
+    of_critic = set(agent.critic.parameters())  # what a copy adds to the agent learns with the actors
     groups = [
         {"params": [p for p in agent.parameters() if p not in of_critic], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},
