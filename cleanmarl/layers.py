@@ -304,7 +304,8 @@ def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
     What the networks of a stack share (an ordinary layer among stacked ones) is clipped like one more network.
     """
     norms = {}
-    for name, modules in [*((name, [*child.modules()]) for name, child in agent.named_children()), ("", [agent])]:
+    children = {name: [*child.modules()] for name, child in agent.named_children()}
+    for name, modules in (children | {"": [agent]}).items():
         stacks = {p for module in modules for p in of_each_network(module)}
         # once, if modules share a parameter
         parameters = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))

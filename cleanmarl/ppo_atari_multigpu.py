@@ -382,10 +382,9 @@ def main(args: Args) -> Path | None:
             run.step += batch_size
             batch = estimate(agent, rollout, obs, args)
             metrics = update(agent, optimizer, batch, clip_coef, args)
-            metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             code = torch.zeros(1, dtype=torch.int32, device=device)
             try:
-                run.log(metrics)
+                run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
                 if run.evaluation_due:
                     run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
             except SystemExit as stopped:  # a signal came, and the state is saved: the others are to end as well

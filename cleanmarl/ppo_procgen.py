@@ -354,8 +354,7 @@ def main(args: Args) -> Path:
             run.step += batch_size
             batch = estimate(agent, rollout, obs, args)
             metrics = update(agent, optimizer, batch, clip_coef, args)
-            metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
-            run.log(metrics)
+            run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 

@@ -405,11 +405,10 @@ def main(args: Args) -> Path:
             run.step += batch_size
             batch = estimate(agent, rollout, seen, args)
             metrics = update(agent, optimizer, batch, clip_coef, args)
-            metrics["train/learning_rate"] = optimizer.param_groups[0]["lr"]
             if (iteration + 1) % args.pool_interval == 0 or iteration + 1 == num_updates:
                 run.write(result := match(agent, past, pool, args.seed + EVAL_SEED + run.step, args, run))
                 pool.add(agent, result["eval/elo"], args)
-            run.log(metrics)
+            run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
             if run.evaluation_due:
                 run.evaluate(make_envs, make_policy(agent), num_envs=args.num_envs)
 
