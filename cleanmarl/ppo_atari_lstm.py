@@ -145,7 +145,7 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
 class Agent(nn.Module):
     """Policy logits (T, N, K), value (T, N) and the LSTM's state after them (2, N, 128): hidden and cell.
 
-    For observations (T, N, 1, 84, 84) uint8, its state before them, and start (T, N) bool, where an episode begins.
+    For observations (T, N, 1, 84, 84) uint8, lstm_state before them, and start (T, N) bool, where an episode begins.
     """
 
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
@@ -172,21 +172,22 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)  # makes convolutions faster
         self.bf16 = use_bf16(args)
 
-    def forward(self, obs: torch.Tensor, state: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, obs: torch.Tensor, lstm_state: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # detail atari-9: pixels are scaled to [0, 1]
         # bfloat16 may be rounded otherwise for N rows than for a minibatch: then the first ratio is 1 to two digits
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             hidden = self.network(obs.flatten(0, 1).to(torch.float32, memory_format=torch.channels_last).div_(255))
-        hidden, outputs = hidden.float().unflatten(0, start.shape), []
+        hidden = hidden.float().unflatten(0, start.shape)
+        outputs = []
         # detail lstm-3: where an episode begins, the state is 0; the steps up to the next such place are one call
         begins = start[1:].any(1).nonzero().flatten() + 1
-        for first, last in pairwise([0, *begins.tolist(), len(start)]):
-            state = state * ~start[first, :, None]
-            output, state = self.lstm(hidden[first:last], tuple(state[:, None]))
-            state = torch.cat(state)
+        for first, end in pairwise([0, *begins.tolist(), len(start)]):
+            lstm_state = lstm_state * ~start[first, :, None]
+            output, lstm_state = self.lstm(hidden[first:end], tuple(lstm_state[:, None]))
+            lstm_state = torch.cat(lstm_state)
             outputs.append(output)
         hidden = torch.cat(outputs)
-        return self.actor(hidden), self.critic(hidden).squeeze(-1), state
+        return self.actor(hidden), self.critic(hidden).squeeze(-1), lstm_state
 
 
 def first_state(agent: Agent, num_envs: int) -> torch.Tensor:
@@ -198,14 +199,14 @@ def first_state(agent: Agent, num_envs: int) -> torch.Tensor:
 def make_policy(agent: Agent, greedy: bool = True):
     """The agent as a function of (obs, info, done) for `evaluate`: the most probable action, or a sample."""
     device = next(agent.parameters()).device
-    state = None
+    lstm_state = None
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
-        nonlocal state
+        nonlocal lstm_state
         if done.all():  # at the beginning, when the number of environments may be another one
-            state = first_state(agent, len(obs))
+            lstm_state = first_state(agent, len(obs))
         obs, start = torch.as_tensor(obs, device=device), torch.as_tensor(done, device=device)
-        logits, _, state = agent(obs[None], state, start[None])
+        logits, _, lstm_state = agent(obs[None], lstm_state, start[None])
         logits = logits[0].numpy(force=True)
         return (logits if greedy else logits + gumbel_noise(*logits.shape)).argmax(-1)
 
@@ -227,7 +228,7 @@ class Rollout(NamedTuple):
     done: np.ndarray  # (T, N) bool, the episode ended with this step
     value: np.ndarray  # (T, N) float32
     start: np.ndarray  # (T, N) bool, the episode began with this observation
-    state: torch.Tensor  # (2, N, 128) of the LSTM before the first step
+    lstm_state: torch.Tensor  # (2, N, 128) of the LSTM before the first step
 
 
 def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -246,19 +247,19 @@ def gae(reward, value, next_value, done, gamma: float, gae_lambda: float) -> np.
 
 
 @torch.no_grad()
-def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, state, rollout: Rollout, args: Args, run: Run):
-    """Step the environments for one rollout, starting from `obs`, `start`, `state`; returns those that follow it.
+def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, lstm_state, rollout: Rollout, args: Args, run: Run):
+    """Step the environments for one rollout, starting from `obs`, `start`, `lstm_state`; returns those that follow it.
 
     Values come along with the actions, since both share a network.
     """
     device = next(agent.parameters()).device
     noise = gumbel_noise(*rollout.action.shape, envs.single_action_space.n)
     logits = np.empty_like(noise)  # (T, N, K)
-    rollout.state.copy_(state)  # detail lstm-5: training replays the states from here
+    rollout.lstm_state.copy_(lstm_state)  # detail lstm-5: training replays the states from here
     for t in range(args.num_steps):  # detail core-1: a fixed number of steps, wherever episodes end
         rollout.obs[t], rollout.start[t] = obs, start
         step_obs, step_start = (torch.from_numpy(x[t, None]).to(device) for x in (rollout.obs, rollout.start))
-        *output, state = agent(step_obs, state, step_start)
+        *output, lstm_state = agent(step_obs, lstm_state, step_start)
         logits[t], rollout.value[t] = (x[0].cpu().numpy() for x in output)
         rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
         obs, rollout.reward[t], termination, truncation, info = envs.step(rollout.action[t])
@@ -269,11 +270,12 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, state, rollout
                 for n in np.flatnonzero(truncation & ~termination):
                     final_obs = torch.as_tensor(info["final_obs"][n], device=device)
                     same = torch.zeros(1, 1, dtype=torch.bool, device=device)  # no start: the same episode
-                    rollout.reward[t, n] += args.gamma * agent(final_obs[None, None], state[:, [n]], same)[1].item()
+                    final_value = agent(final_obs[None, None], lstm_state[:, [n]], same)[1].item()
+                    rollout.reward[t, n] += args.gamma * final_value
     run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
-    return obs, start, state
+    return obs, start, lstm_state
 
 
 class Batch(NamedTuple):
@@ -286,26 +288,26 @@ class Batch(NamedTuple):
     return_: torch.Tensor  # (T, B) targets of the value function
     value: torch.Tensor  # (T, B) what it said before the update
     start: torch.Tensor  # (T, B)
-    state: torch.Tensor  # (2, B, 128)
+    lstm_state: torch.Tensor  # (2, B, 128)
 
 
 @torch.no_grad()
-def estimate(agent: Agent, rollout: Rollout, next_obs, next_start, next_state, args: Args) -> Batch:
-    """Advantages and returns of a rollout; next_obs (N, 1, 84, 84), next_start, next_state follow it."""
+def estimate(agent: Agent, rollout: Rollout, next_obs, next_start, next_lstm_state, args: Args) -> Batch:
+    """Advantages and returns of a rollout; next_obs (N, 1, 84, 84), next_start, next_lstm_state follow it."""
     device = next(agent.parameters()).device
     next_obs, next_start = (torch.as_tensor(x, device=device)[None] for x in (next_obs, next_start))
-    next_value = agent(next_obs, next_state, next_start)[1][0]
+    next_value = agent(next_obs, next_lstm_state, next_start)[1][0]
     advantage = gae(rollout.reward, rollout.value, next_value.cpu().numpy(), rollout.done, args.gamma, args.gae_lambda)
     arrays = rollout.obs, rollout.action, rollout.log_prob, rollout.value, advantage, rollout.start
     obs, action, log_prob, value, advantage, start = (torch.from_numpy(x).to(device) for x in arrays)
     return_ = advantage + value  # detail core-5: TD(lambda) returns
-    return Batch(obs, action, log_prob, advantage, return_, value, start, rollout.state)
+    return Batch(obs, action, log_prob, advantage, return_, value, start, rollout.lstm_state)
 
 
 @compilable
 def ppo_loss(agent: Agent, batch: Batch, clip_coef: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one minibatch, and its diagnostics by name."""
-    logits, new_value, _ = agent(batch.obs, batch.state, batch.start)
+    logits, new_value, _ = agent(batch.obs, batch.lstm_state, batch.start)
     log_probs = logits.log_softmax(-1)  # (T, B, K)
     log_ratio = log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob
     ratio = log_ratio.exp()
@@ -391,23 +393,23 @@ def main(args: Args) -> Path:
         done=np.zeros((T, N), bool),
         value=np.zeros((T, N), np.float32),
         start=np.zeros((T, N), bool),
-        state=first_state(agent, N),
+        lstm_state=first_state(agent, N),
     )
     check_rollout_size(rollout)
 
     num_updates = args.total_timesteps // batch_size
     with Run(args, __file__, agent=agent, optimizer=optimizer) as run:
         obs, _ = run.start(envs)
-        start, state = np.ones(N, bool), first_state(agent, N)
+        start, lstm_state = np.ones(N, bool), first_state(agent, N)
         for iteration in range(run.step // batch_size, num_updates):
             # detail core-4, detail aux-1: learning rate and clip range fall linearly to 0
             remaining = 1 - iteration / num_updates
             optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)
             clip_coef = args.clip_coef * (remaining if args.anneal_clip_coef else 1)
 
-            obs, start, state = collect(agent, envs, obs, start, state, rollout, args, run)
+            obs, start, lstm_state = collect(agent, envs, obs, start, lstm_state, rollout, args, run)
             run.step += batch_size
-            batch = estimate(agent, rollout, obs, start, state, args)
+            batch = estimate(agent, rollout, obs, start, lstm_state, args)
             metrics = update(agent, optimizer, batch, clip_coef, args)
             run.log(metrics | {"train/learning_rate": optimizer.param_groups[0]["lr"]})
             if run.evaluation_due:

@@ -344,9 +344,7 @@ class Run:
         `rollout` has obs, reward and, if any, state, arrays (T, N, ...); next_obs (N, ...) is what follows it. `step`
         is that before the rollout.
         """
-        state = getattr(rollout, "state", None)
-        state = state if isinstance(state, np.ndarray) else None  # not that of an LSTM
-        if bad := find_bad(rollout.obs, rollout.reward, next_obs, state, self._suspects):
+        if bad := find_bad(rollout.obs, rollout.reward, next_obs, getattr(rollout, "state", None), self._suspects):
             what, n, t = bad
             raise self._non_finite(f"{what} in environment {n}", self.step + t * rollout.reward.shape[1])
 

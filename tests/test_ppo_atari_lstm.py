@@ -49,7 +49,7 @@ def collected():
 def ratio(agent, batch, **changes):
     batch = batch._replace(**changes)
     with torch.no_grad():
-        log_probs = agent(batch.obs, batch.state, batch.start)[0].log_softmax(-1)
+        log_probs = agent(batch.obs, batch.lstm_state, batch.start)[0].log_softmax(-1)
     return (log_probs.gather(-1, batch.action[..., None]).squeeze(-1) - batch.log_prob).exp()
 
 
@@ -65,7 +65,7 @@ def test_first_ratio_is_one_across_episode_ends(collected):
             _, stats = ppo_atari_lstm.ppo_loss(agent, minibatch, 0.1, args)
             assert abs(stats["approx_kl"]) < 1e-6 and stats["clipfrac"] == 0
     # The state at the start of a rollout and the resets both matter.
-    assert (ratio(agent, second, state=torch.zeros(2, 4, 128)) - 1).abs().max() > 1e-4
+    assert (ratio(agent, second, lstm_state=torch.zeros(2, 4, 128)) - 1).abs().max() > 1e-4
     assert (ratio(agent, second, start=torch.zeros(60, 4, dtype=torch.bool)) - 1).abs().max() > 1e-4
 
 
@@ -73,8 +73,8 @@ def test_first_ratio_is_one_across_episode_ends(collected):
 def test_the_second_rollout_goes_on_from_the_state_of_the_first(collected):
     _, agent, (rollout, first), (_, second) = collected
     with torch.no_grad():
-        _, _, state = agent(first.obs, first.state, first.start)
-    torch.testing.assert_close(second.state, state, atol=1e-5, rtol=0)
+        _, _, state = agent(first.obs, first.lstm_state, first.start)
+    torch.testing.assert_close(second.lstm_state, state, atol=1e-5, rtol=0)
     np.testing.assert_array_equal(second.start[0].numpy(), rollout.done[-1])
 
 
@@ -94,7 +94,7 @@ def test_the_first_state_is_zero(collected):
     _, agent, (_, first), _ = collected
     state = ppo_atari_lstm.first_state(agent, 3)
     assert state.shape == (2, 3, 128) and (state == 0).all()
-    assert (first.state == 0).all() and first.start[0].all()
+    assert (first.lstm_state == 0).all() and first.start[0].all()
     edited = make_agent(make(1), ppo_atari_lstm.Args())
     edited.lstm = torch.nn.LSTM(512, 64)
     assert ppo_atari_lstm.first_state(edited, 3).shape == (2, 3, 64)
