@@ -339,9 +339,10 @@ def main(args: Args) -> Path:
 
     envs = make_envs(args, args.num_envs)
     agent = Agent(envs, args).to(device)
-    of_critic = set(agent.critic.parameters())  # what a copy adds to the agent learns with the actors
+    # what a copy adds to the agent learns with the actors
+    of_critics = {*agent.critic.parameters(), *agent.target_critic.parameters()}
     groups = [
-        {"params": [p for p in agent.parameters() if p not in of_critic and p.requires_grad], "lr": args.learning_rate},
+        {"params": [p for p in agent.parameters() if p not in of_critics], "lr": args.learning_rate},
         {"params": list(agent.critic.parameters()), "lr": args.critic_learning_rate},
     ]
     optimizer = torch.optim.RMSprop(groups, alpha=0.99, eps=1e-5)

@@ -193,3 +193,20 @@ def test_bad_input(tmp_path, monkeypatch, capsys):
     line = capsys.readouterr().err
     assert stopped.value.code == 2 and "--total-timesteps 9 is less than one rollout of 400" in line
     assert line.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("script", [coma, coma_lstm])
+def test_a_frozen_layer_may_learn_later(script, tmp_path, monkeypatch):
+    """The optimizer has it all the same; it has no target network."""
+
+    class Frozen(script.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.actor[1].requires_grad_(False)
+
+    monkeypatch.setattr(script, "Agent", Frozen)
+    folder = script.main(script.Args(**SMALL, runs_dir=str(tmp_path)))
+    modules = load_checkpoint(folder)["modules"]
+    actors, critics = (len(group["params"]) for group in modules["optimizer"]["param_groups"])
+    assert actors == sum(name.startswith("actor.") for name in modules["agent"])
+    assert critics == sum(name.startswith("critic.") for name in modules["agent"])
