@@ -170,6 +170,8 @@ class Run:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """After a step of whatever optimizer there is."""
+        if threading.get_ident() != self.thread:  # another run of this process
+            return
         self.stepped.add(optimizer)
         schedulers = [m for m in self.modules.values() if getattr(m, "optimizer", None) is optimizer]
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -268,7 +270,7 @@ class Run:
             signals.remove(signal.SIGHUP)
         if threading.current_thread() is threading.main_thread():
             self.old_handlers = {s: signal.signal(s, self._on_signal) for s in signals}
-        self.hook = register_optimizer_step_post_hook(self._after_step)
+        self.hook, self.thread = register_optimizer_step_post_hook(self._after_step), threading.get_ident()
         gc.collect()
         gc.freeze()  # what was imported is not searched for garbage again: a tenth of a fast script's time
         if sys.stderr is not None and sys.stderr.isatty():  # None: it was closed before the start

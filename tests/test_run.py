@@ -356,6 +356,25 @@ def test_an_optimizer_beside_those_of_the_run_is_refused_at_its_second_update(tm
         small_run(tmp_path, {"extra": {"best": 0.0}})
 
 
+def test_the_optimizer_of_another_run_in_this_process_is_none_of_these(tmp_path):
+    turns = threading.Barrier(2, timeout=60)
+
+    def play(name: str) -> None:
+        agent = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(agent.parameters())
+        with small_run(tmp_path / name, {"agent": agent, "optimizer": optimizer}) as run:
+            for _ in range(4):
+                turns.wait()
+                learn(agent, optimizer)
+                turns.wait()
+                run.step += 1
+                run.log({})
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(play, name) for name in ("one", "other")]:
+            future.result()
+
+
 def test_a_line_that_overwrites_the_scheduler_is_refused(tmp_path):
     """The curve would show the scheduler's learning rate, and the steps would have the other."""
     agent = torch.nn.Linear(2, 1)
