@@ -77,19 +77,23 @@ def script_args(command: str) -> type:
     argv = to_argv(command)
     spec = None
     path = next((word for word in argv if word.endswith(".py")), None)
-    sys.path.insert(0, str(Path(path).parent) if path else "")  # for what the script imports, as Python does
-    if "-m" in argv[:-1]:
-        with suppress(ModuleNotFoundError):  # of its package
-            spec = importlib.util.find_spec(argv[argv.index("-m") + 1])
-    elif path and Path(path).exists():
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    check(spec is not None, f"there is no script in: {command}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for annotations
+    folder = str(Path(path).parent.resolve() if path else Path.cwd())  # for what the script imports, as Python does
+    sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UsageError(f"{spec.origin} cannot be imported: {type(error).__name__}: {error}") from error
+        if "-m" in argv[:-1]:
+            with suppress(ModuleNotFoundError):  # of its package
+                spec = importlib.util.find_spec(argv[argv.index("-m") + 1])
+        elif path and Path(path).exists():
+            spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        check(spec is not None, f"there is no script in: {command}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look for annotations
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise UsageError(f"{spec.origin} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
     return module.Args
 
 

@@ -271,13 +271,14 @@ def test_a_script_that_is_not_there_is_one_line(command, toy, capsys):
 
 @pytest.mark.parametrize("command", ["python scripts/own.py", "python -m own"])
 def test_a_script_may_import_what_lies_beside_it(command, toy, monkeypatch):
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    before = [path for path in sys.path if path]
+    monkeypatch.setattr(sys, "path", before[:])
     folder = Path("scripts" if "scripts" in command else ".")
     folder.mkdir(exist_ok=True)
     name = f"nets_of_{folder.name or 'here'}"
     (folder / f"{name}.py").write_text("WIDTH = 7")
     (folder / "own.py").write_text(f"from {name} import WIDTH\nclass Args:\n    width: int = WIDTH\n")
-    assert tune.script_args(command).width == 7
+    assert tune.script_args(command).width == 7 and sys.path == before
 
 
 def test_a_script_that_cannot_be_imported_is_one_line(toy, capsys):
