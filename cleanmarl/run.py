@@ -173,10 +173,9 @@ class Run:
         if threading.get_ident() != self.thread:  # another run of this process
             return
         self.stepped.add(optimizer)
-        schedulers = [m for m in self.modules.values() if getattr(m, "optimizer", None) is optimizer]
+        schedulers = [m for m in self.modules.values() if hasattr(m, "get_last_lr") and m.optimizer is optimizer]
         rates = [group["lr"] for group in optimizer.param_groups]
-        if schedulers and not any(rates == s.get_last_lr() for s in schedulers if hasattr(s, "get_last_lr")):
-            self.is_overwritten = True
+        self.is_overwritten |= bool(schedulers) and all(rates != s.get_last_lr() for s in schedulers)
 
     def _check_optimizers(self) -> None:
         """UsageError for one that learns on from update to update, and that each --resume would begin anew."""

@@ -322,7 +322,7 @@ class Both:
     """Two optimizers in one keyword of Run."""
 
     def __init__(self, *optimizers):
-        self.optimizers = optimizers
+        self.optimizers, self.optimizer = optimizers, optimizers[0]  # it is no scheduler of that one
 
     def state_dict(self) -> dict:
         return {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)}
