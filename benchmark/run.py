@@ -309,6 +309,7 @@ def on_ray(args: Args, flags: list[str], stops: Callable[[], int]) -> Iterator[C
         signal.signal(signum, handler)
 
     def run_index(argv: list[str], folder: str) -> str:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a cancellation; a cluster begun by nohup ignores it
         process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.DEVNULL, start_new_session=True)
         try:
             while process.poll() is None:
