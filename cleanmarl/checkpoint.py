@@ -88,66 +88,6 @@ def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
             raise UsageError(f"the {name} of {file} does not fit the script as it is ({reason})") from error
 
 
-def not_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> list[torch.Tensor]:
-    """Parameters that the optimizer learns and none of the modules has, not even one of which they are views."""
-    parameters = (p for module in modules.values() if isinstance(module, torch.nn.Module) for p in module.parameters())
-    held = {p.untyped_storage().data_ptr() for p in parameters}
-    learned = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p for p in learned if p.untyped_storage().data_ptr() not in held]
-
-
-def unregistered(modules: dict[str, Any]) -> str | None:
-    """The name of an attribute with a tensor, or a list of layers, that no checkpoint would hold; None without one."""
-    networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
-    held = {p for network in networks.values() for p in (*network.parameters(), *network.buffers())}
-    for name, network in networks.items():
-        for path, layer in network.named_modules():
-            for key, value in vars(layer).items():
-                if not key.startswith("_") and any(x not in held for x in tensors_in(value)):  # _buffers, ... are held
-                    return ".".join(filter(None, [name, path, key]))
-    return None
-
-
-def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested dicts, lists, tuples and modules."""
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, torch.nn.Module):
-        yield from (*x.parameters(), *x.buffers())
-    elif isinstance(x, dict | list | tuple | set):
-        for value in x.values() if isinstance(x, dict) else x:
-            yield from tensors_in(value)
-
-
-def unlearned(modules: dict[str, Any]) -> list[str]:
-    """The names of parameters that no optimizer has, of modules of which one has others, but for frozen ones."""
-    optimizers = (module for module in modules.values() if isinstance(module, torch.optim.Optimizer))
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    learned = {p.untyped_storage().data_ptr() for group in groups for p in group["params"]}  # or views, as of Networks
-    names = []
-    for name, module in modules.items():
-        parameters = dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
-        has = {key: p.untyped_storage().data_ptr() in learned for key, p in parameters.items()}
-        if any(has.values()):
-            names += [f"{name}.{key}" for key, p in parameters.items() if p.requires_grad and not has[key]]
-    return names
-
-
-def is_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> bool:
-    """Whether a checkpoint has the optimizer, by itself or within something of one's own with a state_dict."""
-    schedulers = torch.optim.lr_scheduler.LRScheduler  # they have one, and not its state
-    own = [m for m in modules.values() if not isinstance(m, schedulers)]
-    parts = [part for m in own for part in getattr(m, "__dict__", {}).values()]
-    parts += [x for part in parts if isinstance(part, list | tuple) for x in part]
-    parts += [x for part in parts if isinstance(part, dict) for x in part.values()]
-    return any(x is optimizer for x in [*own, *parts])
-
-
-def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one of torch.optim.lr_scheduler has been made for it: it leaves the first learning rate in the groups."""
-    return any("initial_lr" in group for group in optimizer.param_groups)
-
-
 def not_finite(x: Any, name: str) -> str | None:
     """The name of the first part of nested dicts, lists and tensors with a number that is NaN or infinite, or None."""
     if isinstance(x, torch.Tensor) and x.is_floating_point():

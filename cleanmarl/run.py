@@ -36,17 +36,12 @@ from cleanmarl.checkpoint import (
     as_arrays,
     as_tensors,
     checkpoint_path,
-    has_scheduler,
-    is_held,
     load_checkpoint,
     load_states,
     not_finite,
-    not_held,
     random_state,
     same_random_state,
     set_random_state,
-    unlearned,
-    unregistered,
     write_checkpoint,
 )
 from cleanmarl.cli import RunError, UsageError, check, flag, import_optional, load_args, read_run, run_folder, tell
@@ -64,12 +59,11 @@ from cleanmarl.folder import (
     new_folder,
     version,
 )
+from cleanmarl.held import Held
 from cleanmarl.machine import too_large
 
 import numpy as np
-import torch
 import torch.nn as nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from tqdm import tqdm
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
@@ -116,24 +110,7 @@ class Run:
             wandb = _login()
         if args.capture_video:
             import_optional("moviepy", "--capture-video")
-        for name, module in modules.items():  # or the first checkpoint would be the end
-            message = f"{name}={type(module).__name__} has no state_dict, load_state_dict, which a checkpoint needs"
-            check(hasattr(module, "state_dict") and hasattr(module, "load_state_dict"), message)
-            if bad := not_finite(module.state_dict(), name):
-                hint = "persistent=False keeps a buffer, as of a mask, out of checkpoints"
-                raise UsageError(f"{bad} is not finite; {hint}")
-            for p in not_held(module, modules) if isinstance(module, torch.optim.Optimizer) else ():
-                hint = "give Run its module, too: Run(args, __file__, agent=agent, predictor=predictor, ...)"
-                raise UsageError(f"{name} learns a parameter {tuple(p.shape)} that no checkpoint would hold; {hint}")
-        if attribute := unregistered(modules):
-            hint = "nn.ModuleList, nn.Parameter or register_buffer registers it"
-            raise UsageError(f"{attribute} would be in no checkpoint, nor be trained: {hint}")
-        if names := unlearned(modules):
-            tell(f"no optimizer learns {', '.join(names)}", sys.stderr)
-        self._check_schedulers()
-        self.stepped: set[torch.optim.Optimizer] = set()  # since the last log()
-        self.stepped_before: set[torch.optim.Optimizer] = set()
-        self.is_overwritten = False  # the learning rate of a scheduler, by a line of the script
+        self.held = Held(modules)
         with ExitStack() as on_error:  # what could not begin leaves no new folder and no lock
             if args.resume is None:
                 self._make_folder(on_error)
@@ -159,32 +136,6 @@ class Run:
             on_error.pop_all()
         self.start_step, self.start_time = self.step, time.perf_counter()
         self.last_line = self.start_time
-
-    def _check_schedulers(self) -> None:
-        """UsageError if one would begin anew with each --resume."""
-        for name, module in self.modules.items():
-            if isinstance(module, torch.optim.Optimizer) and has_scheduler(module):
-                is_kept = any(getattr(other, "optimizer", None) is module for other in self.modules.values())
-                message = f"a scheduler changes the learning rate of {name}, and no checkpoint would hold it"
-                check(is_kept, f"{message}; give Run it, too: Run(args, __file__, scheduler=scheduler, ...)")
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        """After a step of whatever optimizer there is."""
-        if threading.get_ident() != self.thread:  # another run of this process
-            return
-        self.stepped.add(optimizer)
-        schedulers = [m for m in self.modules.values() if hasattr(m, "get_last_lr") and m.optimizer is optimizer]
-        rates = [group["lr"] for group in optimizer.param_groups]
-        self.is_overwritten |= bool(schedulers) and all(rates != s.get_last_lr() for s in schedulers)
-
-    def _check_optimizers(self) -> None:
-        """UsageError for one that learns on from update to update, and that each --resume would begin anew."""
-        for optimizer in self.stepped & self.stepped_before:
-            message = f"an optimizer ({type(optimizer).__name__}) steps that no checkpoint would hold"
-            hint = "give Run it and its module: Run(args, __file__, predictor=..., predictor_optimizer=...)"
-            check(is_held(optimizer, self.modules), f"{message}; {hint}")
-        check(not self.is_overwritten, "the scheduler's learning rate is overwritten before the step: delete that line")
-        self.stepped, self.stepped_before = set(), self.stepped
 
     def _make_folder(self, on_error: ExitStack) -> None:
         args = self.args
@@ -269,7 +220,7 @@ class Run:
             signals.remove(signal.SIGHUP)
         if threading.current_thread() is threading.main_thread():
             self.old_handlers = {s: signal.signal(s, self._on_signal) for s in signals}
-        self.hook, self.thread = register_optimizer_step_post_hook(self._after_step), threading.get_ident()
+        self.held.watch()
         gc.collect()
         gc.freeze()  # what was imported is not searched for garbage again: a tenth of a fast script's time
         if sys.stderr is not None and sys.stderr.isatty():  # None: it was closed before the start
@@ -289,7 +240,7 @@ class Run:
             for signum, handler in getattr(self, "old_handlers", {}).items():
                 signal.signal(signum, handler)
             gc.unfreeze()
-            self.hook.remove()
+            self.held.close()
             if self.bar is not None:
                 with suppress(OSError):
                     self.bar.close()
@@ -401,9 +352,7 @@ class Run:
         Raises NonFiniteError if a return, or a metric named `..._loss`, is not finite, SystemExit after a signal.
         """
         metrics = {key: as_number(value, key) for key, value in metrics.items()}
-        if self.last_step == self.start_step:  # one that was made after the Run
-            self._check_schedulers()
-        self._check_optimizers()
+        self.held.check()
         self.has_learned |= bool(metrics)
         if self.bad_returns is not False:
             where = np.argwhere(self.bad_returns)[0]

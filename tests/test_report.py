@@ -309,6 +309,25 @@ def test_page_needs_no_network_and_has_every_curve(published):
     assert {line["label"] for line in data[TASKS[0]]["yardsticks"]} == {"random", "maximum"}
 
 
+def test_the_page_has_the_last_tenth_of_what_is_drawn(tmp_path):
+    write_run(tmp_path / "run", {"rollout/battle_won": [(i, i / 20) for i in range(1, 21)]}, env_id="smax/3m")
+    report.main(report.Args([tmp_path / "run"], out=tmp_path / "docs" / "a", tag="rollout/battle_won"))
+    (curve,) = report.page_data(tmp_path / "docs")["smax/3m"]["curves"]
+    assert curve["late"] == [0.975]  # of the last two of 20 points
+    if shutil.which("node"):
+        done = subprocess.run(["node", "-e", NODE, tmp_path / "docs" / "report.html"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_yardsticks_of_several_tasks_are_told_apart(tmp_path):
+    for seed, env_id in enumerate(("CartPole-v1", "Acrobot-v1"), start=1):
+        write_run(tmp_path / env_id, {report.RETURN: [(1, 2.0), (2, 3.0)]}, seed=seed, env_id=env_id)
+    report.main(report.Args([tmp_path], out=tmp_path / "docs" / "a"))
+    text = (tmp_path / "docs" / "a.md").read_text()
+    assert "Dashed: Acrobot-v1 random -499.95 (uniform actions), " in text
+    assert "; CartPole-v1 random 22 (uniform actions), maximum 500 (the time limit)." in text
+
+
 def test_runs_that_were_stopped_are_marked(published, capsys):
     out = published / "stopped" / "a"
     report.main(report.Args([published / "runs" / "stopped"], out=out, unfinished=True))

@@ -286,10 +286,11 @@ class Hidden(torch.nn.Module):
         [torch.nn.BatchNorm1d(2, affine=False)],
     ],
 )
-def test_layers_that_torch_does_not_know_of_are_refused(attribute, tmp_path):
+@pytest.mark.parametrize("name", ["branches", "_branches"])
+def test_layers_that_torch_does_not_know_of_are_refused(name, attribute, tmp_path):
     """In a list of Python they act, but nothing trains or keeps them: enjoy would play others."""
-    with pytest.raises(UsageError, match=r"^agent\.1\.branches would be in no checkpoint, nor be trained: nn.Mod"):
-        small_run(tmp_path, {"agent": torch.nn.Sequential(torch.nn.Identity(), Hidden(branches=attribute))})
+    with pytest.raises(UsageError, match=rf"^agent\.1\.{name} would be in no checkpoint, nor be trained: nn.Mod"):
+        small_run(tmp_path, {"agent": torch.nn.Sequential(torch.nn.Identity(), Hidden(**{name: attribute}))})
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,130 @@
+"""What acts or learns in a run and no checkpoint would hold, so that enjoy or a resumed run would have others."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from cleanmarl.checkpoint import not_finite
+from cleanmarl.cli import UsageError, check, tell
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Held:
+    """The modules of a run, and whether they are all that it needs; UsageError, with a remedy, if they are not."""
+
+    def __init__(self, modules: dict[str, Any]):
+        self.modules = modules
+        self.stepped: set[torch.optim.Optimizer] = set()  # since the last check()
+        self.stepped_before: set[torch.optim.Optimizer] = set()
+        self.is_overwritten = False  # the learning rate of a scheduler, by a line of the script
+        for name, module in modules.items():  # or the first checkpoint would be the end
+            message = f"{name}={type(module).__name__} has no state_dict, load_state_dict, which a checkpoint needs"
+            check(hasattr(module, "state_dict") and hasattr(module, "load_state_dict"), message)
+            if bad := not_finite(module.state_dict(), name):
+                hint = "persistent=False keeps a buffer, as of a mask, out of checkpoints"
+                raise UsageError(f"{bad} is not finite; {hint}")
+            for p in not_held(module, modules) if isinstance(module, torch.optim.Optimizer) else ():
+                hint = "give Run its module, too: Run(args, __file__, agent=agent, predictor=predictor, ...)"
+                raise UsageError(f"{name} learns a parameter {tuple(p.shape)} that no checkpoint would hold; {hint}")
+        if attribute := unregistered(modules):
+            hint = "nn.ModuleList, nn.Parameter or register_buffer registers it"
+            raise UsageError(f"{attribute} would be in no checkpoint, nor be trained: {hint}")
+        self.check_schedulers()
+        if names := unlearned(modules):
+            tell(f"no optimizer learns {', '.join(names)}", sys.stderr)
+
+    def watch(self) -> None:
+        """From now on, until close(), all optimizers that step in this thread."""
+        self.hook, self.thread = register_optimizer_step_post_hook(self.after_step), threading.get_ident()
+
+    def close(self) -> None:
+        self.hook.remove()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if threading.get_ident() != self.thread:  # another run of this process
+            return
+        self.stepped.add(optimizer)
+        schedulers = [m for m in self.modules.values() if hasattr(m, "get_last_lr") and m.optimizer is optimizer]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self.is_overwritten |= bool(schedulers) and all(rates != s.get_last_lr() for s in schedulers)
+
+    def check(self) -> None:
+        """Once per update. An optimizer that is made for one update need not be held."""
+        self.check_schedulers()  # one that was made after the Run
+        for optimizer in self.stepped & self.stepped_before:
+            message = f"an optimizer ({type(optimizer).__name__}) steps that no checkpoint would hold"
+            hint = "give Run it and its module: Run(args, __file__, predictor=..., predictor_optimizer=...)"
+            check(is_held(optimizer, self.modules), f"{message}; {hint}")
+        check(not self.is_overwritten, "the scheduler's learning rate is overwritten before the step: delete that line")
+        self.stepped, self.stepped_before = set(), self.stepped
+
+    def check_schedulers(self) -> None:
+        for name, module in self.modules.items():
+            if isinstance(module, torch.optim.Optimizer) and has_scheduler(module):
+                is_kept = any(getattr(other, "optimizer", None) is module for other in self.modules.values())
+                message = f"a scheduler changes the learning rate of {name}, and no checkpoint would hold it"
+                check(is_kept, f"{message}; give Run it, too: Run(args, __file__, scheduler=scheduler, ...)")
+
+
+def not_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> list[torch.Tensor]:
+    """Parameters that the optimizer learns and none of the modules has, not even one of which they are views."""
+    parameters = (p for module in modules.values() if isinstance(module, torch.nn.Module) for p in module.parameters())
+    held = {p.untyped_storage().data_ptr() for p in parameters}
+    learned = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in learned if p.untyped_storage().data_ptr() not in held]
+
+
+def unregistered(modules: dict[str, Any]) -> str | None:
+    """The name of an attribute with a tensor, or a list of layers, that no checkpoint would hold; None without one."""
+    networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
+    held = {p for network in networks.values() for p in (*network.parameters(), *network.buffers())}
+    of_torch = vars(torch.nn.Module()).keys()  # _parameters, _buffers, ..., whose tensors checkpoints may leave out
+    for name, network in networks.items():
+        for path, layer in network.named_modules():
+            for key, value in vars(layer).items():
+                if key not in of_torch and any(x not in held for x in tensors_in(value)):
+                    return ".".join(filter(None, [name, path, key]))
+    return None
+
+
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested dicts, lists, tuples and modules."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, torch.nn.Module):
+        yield from (*x.parameters(), *x.buffers())
+    elif isinstance(x, dict | list | tuple | set):
+        for value in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(value)
+
+
+def unlearned(modules: dict[str, Any]) -> list[str]:
+    """The names of parameters that no optimizer has, of modules of which one has others, but for frozen ones."""
+    optimizers = (module for module in modules.values() if isinstance(module, torch.optim.Optimizer))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    learned = {p.untyped_storage().data_ptr() for group in groups for p in group["params"]}  # or views, as of Networks
+    names = []
+    for name, module in modules.items():
+        parameters = dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
+        has = {key: p.untyped_storage().data_ptr() in learned for key, p in parameters.items()}
+        if any(has.values()):
+            names += [f"{name}.{key}" for key, p in parameters.items() if p.requires_grad and not has[key]]
+    return names
+
+
+def is_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> bool:
+    """Whether a checkpoint has the optimizer, by itself or within something of one's own with a state_dict."""
+    schedulers = torch.optim.lr_scheduler.LRScheduler  # they have one, and not its state
+    own = [m for m in modules.values() if not isinstance(m, schedulers)]
+    parts = [part for m in own for part in getattr(m, "__dict__", {}).values()]
+    parts += [x for part in parts if isinstance(part, list | tuple) for x in part]
+    parts += [x for part in parts if isinstance(part, dict) for x in part.values()]
+    return any(x is optimizer for x in [*own, *parts])
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of torch.optim.lr_scheduler has been made for it: it leaves the first learning rate in the groups."""
+    return any("initial_lr" in group for group in optimizer.param_groups)
