@@ -12,6 +12,7 @@ import runpy
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -85,42 +86,57 @@ def markdown(table: pd.DataFrame, text_columns: int) -> str:
     return head + rule + "".join(rows)
 
 
+def repeated(of_each: Any, form: str = "{:,.0f}") -> pd.Series:
+    """The median of each group and, if there are several repeats, their range."""
+    median, low, high = (x.map(form.format) for x in (of_each.median(), of_each.min(), of_each.max()))
+    return median if of_each.size().max() == 1 else median + " (" + low + "-" + high + ")"
+
+
 def impala_speed(out: Path) -> None:
-    data = pd.read_csv(out.parent / "data" / "impala_speed.csv", dtype=str, keep_default_na=False)
-    actors, rate, lag = (
-        data[name].str.replace(",", "").astype(float) for name in ("actors", "steps per second", "mean lag")
-    )
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6), layout="tight")
-    left.plot(actors, rate, "o-", color="#1565c0", clip_on=False)
-    left.set(xlabel="actors", ylabel="steps per second", ylim=(0, None), xticks=actors)
-    right.plot(actors, lag, "o-", color="#c62828", clip_on=False)
-    right.set(xlabel="actors", ylabel="mean lag, gradient steps", ylim=(0, None), xticks=actors)
-    figure.suptitle("CartPole-v1 on two cores", fontsize=10)
+    """Steps per second and lag of IMPALA over the number of actors, from what benchmark/scaling.py wrote."""
+    runs = pd.read_csv(out.parent / "data" / "impala_speed.csv")
+    of_each = runs.groupby("actors")
+    figure, axes = plt.subplots(1, 2, figsize=(7, 2.6), layout="tight")
+    words = {"steps_per_second": "steps per second", "mean_lag": "mean lag, gradient steps"}
+    for axis, (name, label) in zip(axes, words.items()):
+        middle, low, high = of_each[name].median(), of_each[name].min(), of_each[name].max()
+        axis.plot(middle.index, middle, "o-", clip_on=False)
+        axis.vlines(middle.index, low, high)
+        axis.set(xlabel="actors", ylabel=label, ylim=(0, None), xticks=middle.index)
+    figure.suptitle("CartPole-v1", fontsize=10)
     save(figure, out)
     caption = (
-        "Speed and lag of `impala.py --updates-per-collect 1` over the number of actors: CartPole, one run each of "
-        "160,000 steps on two free cores, the last three quarters of it; lag in gradient steps. Measured by hand.\n"
+        "Speed and lag of `impala.py --updates-per-collect 1` over the number of actors: CartPole, median and range of "
+        f"{of_each.size().max()} runs of 160,000 steps, the last three quarters of each; lag in gradient steps. "
+        f"{runs.machine[0]}. Command: `python benchmark/scaling.py actors`.\n"
     )
-    write_page(out, caption, markdown(data, 0))
+    table = {"steps per second": repeated(of_each["steps_per_second"])}
+    table |= {"learner waits": repeated(of_each["learner_waits"], "{:.0%}")}
+    table |= {"mean lag": repeated(of_each["mean_lag"], "{:.1f}"), "largest lag": repeated(of_each["largest_lag"])}
+    write_page(out, caption, markdown(pd.DataFrame(table).reset_index().astype(str), 0))
 
 
 def mappo_agents(out: Path) -> None:
-    data = pd.read_csv(out.parent / "data" / "mappo_agents.csv")
+    """CPU time of a step over the number of agents, from what benchmark/scaling.py wrote."""
+    runs = pd.read_csv(out.parent / "data" / "mappo_agents.csv")
     figure, axis = plt.subplots(figsize=(5, 3), layout="tight")
-    for script in ("ippo", "mappo"):
-        axis.loglog(data.agents, data[script], "o-", label=script)
+    table = {}
+    for script, of_script in runs.groupby("script"):
+        of_each = of_script.groupby("agents").microseconds
+        axis.loglog(of_each.median(), "o-", label=script)
+        table[script] = repeated(of_each)
     axis.loglog([3, 30], [60, 600], "--", color="#999999", label="in proportion to the agents")
     axis.set(xlabel="agents", ylabel="CPU time of a step, microseconds", title="simple_spread")
-    axis.set_xticks(data.agents, data.agents)
+    axis.set_xticks(runs.agents.unique(), runs.agents.unique())
     axis.minorticks_off()
     axis.legend(frameon=False)
     save(figure, out)
     caption = (
         "Cost over the number of agents: `--env-id mpe/simple_spread_v3?N=...`, the defaults, training included, "
-        "microseconds of CPU time per environment step (one measurement of each, the difference of a longer and a "
-        "shorter run; an AMD EPYC beside another process). Measured by hand.\n"
+        "microseconds of CPU time per environment step (the difference of a longer and a shorter run, median and range "
+        f"of {runs.seed.nunique()}). {runs.machine[0]}. Command: `python benchmark/scaling.py agents`.\n"
     )
-    write_page(out, caption, markdown(data.map("{:,}".format), 0))
+    write_page(out, caption, markdown(pd.DataFrame(table).reset_index().astype(str), 0))
 
 
 def time_to_score(out: Path) -> None:

@@ -63,6 +63,9 @@ WON = "last evaluation, battles won"  # another, of environments that count them
 LATE = ", last tenth"  # of training: what is drawn, if that is not the return
 PLANNED = "planned steps"  # metric of a run that was stopped: its --total-timesteps
 ENOUGH_RUNS = 10  # for an interquartile mean of one environment, and for its interval
+# of the scripts that stand in many figures, the same in each; their relatives with other endings have it, too
+COLORS = {"coppo": "C0", "ippo": "C1", "mappo": "C2", "coma": "C3", "idqn": "C4", "vdn": "C5", "qmix": "C6"}
+COLORS |= {"qtran": "C8", "maddpg": "C9"}
 WORDS = {RETURN: "Return of the episodes in training", EVAL: "Return in evaluation"}
 WORDS |= {"rollout/battle_won": "Share of the battles won in training", BATTLES: "Share of the battles won"}
 
@@ -492,6 +495,18 @@ def caption(data: pd.DataFrame, figure: dict[str, str], were_kept: bool, has_pro
     return ". ".join(part[0].upper() + part[1:] for part in parts) + ".\n"
 
 
+def colors_of(curves: list[str]) -> dict[str, str]:
+    """A color for each name of a curve: its script's in COLORS, or the next one that no other curve has."""
+    colors: dict[str, str] = {}
+    for name in curves:
+        wish = next((color for script, color in COLORS.items() if name.startswith(script)), None)
+        if wish is not None and wish not in colors.values():
+            colors[name] = wish
+    free = [f"C{i}" for i in range(10) if f"C{i}" not in colors.values()]
+    others = [name for name in curves if name not in colors]
+    return colors | {name: free[i] if i < len(free) else f"C{i}" for i, name in enumerate(others)}
+
+
 def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str], out: Path) -> None:
     """Learning curves as out.svg: one panel per environment, one colour per curve; then the performance profile."""
     data = data.assign(curve=curve_names(data))  # the profile may have some that are not drawn
@@ -507,21 +522,21 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
     lines = sum(len(textwrap.wrap(f"{name} (9 seeds)", 60, break_on_hyphens=False)) for name in curves)
     size = 5 * columns, (3.6 + 0.5 * max(0, lines - 8)) * rows
     picture, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    known = yardsticks()
+    colors, known = colors_of(curves), yardsticks()
     known = known[known.metric == figure["tag"].partition("/")[2]]
     for axis in axes.flat[panels:]:
         axis.set_axis_off()
     for env_id, axis in zip(env_ids, axes.flat):
-        for position, name in enumerate(curves):
+        for name in curves:
             curve = drawn[(drawn.env_id == env_id) & (drawn.curve == name)]
             if not curve.empty:
                 seeds = curve.seeds.iloc[0]
                 label = f"{name} ({seeds} seed{'s' if seeds > 1 else ''})"
                 label = textwrap.fill(label, 60, break_on_hyphens=False)
                 marker = "o" if len(curve) == 1 else ""  # a line of one point cannot be seen
-                axis.plot(curve.step, curve["mean"], color=f"C{position}", label=label, marker=marker)
+                axis.plot(curve.step, curve["mean"], color=colors[name], label=label, marker=marker)
                 if seeds > 1:
-                    axis.fill_between(curve.step, curve.low, curve.high, color=f"C{position}", alpha=0.25, linewidth=0)
+                    axis.fill_between(curve.step, curve.low, curve.high, color=colors[name], alpha=0.25, linewidth=0)
         scale, (low, high) = known[known.env_id == env_id].sort_values("score"), axis.get_ylim()
         side = "right"
         for x in scale.assign(near=scale.score.diff() < 0.06 * (high - low)).itertuples():
@@ -535,17 +550,17 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
         size = "medium" if max(map(len, curves)) < 40 else "small"
         axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16), fontsize=size)  # clear of the curves
     if scores is not None:
-        profile(axes.flat[len(env_ids)], scores, curves)
+        profile(axes.flat[len(env_ids)], scores, colors)
     save(picture, out)
 
 
-def profile(axis: plt.Axes, scores: pd.DataFrame, curves: list[str]) -> None:
+def profile(axis: plt.Axes, scores: pd.DataFrame, colors: dict[str, str]) -> None:
     """The share of runs above each normalised score, as steps."""
     for name, runs in scores.groupby("curve"):
         x = np.sort(runs.score)
         x = np.concatenate([[min(0.0, scores.score.min())], x, [max(1.0, scores.score.max())]])
         share = np.concatenate([1 - np.arange(len(runs) + 1) / len(runs), [0]])  # falls at each run's score
-        axis.step(x, share, where="post", color=f"C{curves.index(name)}", label=f"{name} ({len(runs)} runs)")
+        axis.step(x, share, where="post", color=colors[name], label=f"{name} ({len(runs)} runs)")
     axis.set(title="all environments", xlabel="normalised score", ylabel="share of runs above it")
     axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))
 

@@ -1,11 +1,12 @@
-"""CoPPO as in coppo.py, with all that the paper's matrix games need: critics of joint actions, exploration, mixing.
+"""CoPPO as in coppo.py, with what the paper's matrix games need (critics of joint actions, exploration), and mixing.
 
 --advantage counterfactual: a critic predicts the value of each action of its agent beside the others' actions, and the
 advantage of the action taken is its value less the mean under the agent's policy, as in coma.py. Exploration is a share
 of uniformly random actions that falls over the run; the mixture is the policy, so its probabilities make the ratios.
 --mix network makes one objective of the agents' with the authors' network. --optimizer rmsprop is the paper's.
 
-Paper: Wu et al. 2021 (arXiv:2111.04051), section 4.1 and appendix C.1. Parent: coppo.py, plus these.
+Paper: Wu et al. 2021 (arXiv:2111.04051), section 4.1 and appendix C.1; the mixing is of its StarCraft experiments
+(section 4.2 and appendix C.2). Parent: coppo.py, plus these.
 """
 
 import math

@@ -5,8 +5,8 @@ from one agent to another, and an optimizer steps each by itself: every agent le
 on the same data. Learning rates may follow the KL divergence, agents may stop early, act at random or learn late.
 
 Paper: de Witt et al. 2020 (arXiv:2011.09533); the settings that skrl's IPPO has, with defaults of our own.
-Parent: ippo.py, but for these, observations that may be normalised, and losses: squared errors of values, advantages
-normalised by minibatch.
+Parent: ippo.py, but for these, observations that may be normalised, and losses: squared errors of values, normalised
+without PopArt, and advantages normalised by minibatch.
 """
 
 from dataclasses import dataclass

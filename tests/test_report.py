@@ -680,3 +680,12 @@ def test_yardsticks_have_sources_and_the_best_is_better_than_random():
     )
     assert (both.best > both.random).all() and len(both) >= 8
     assert not known[known.kind != "other"].duplicated(["env_id", "metric", "kind"]).any()
+
+
+def test_a_script_has_the_same_color_in_every_figure():
+    three, two = report.colors_of(["coppo", "ippo", "mappo"]), report.colors_of(["mappo", "vdn"])
+    assert three["mappo"] == two["mappo"] == report.colors_of(["mappo_lstm"])["mappo_lstm"]
+    many = [f"mappo --clip-coef {i}" for i in range(6)] + ["mine", "ppo"]
+    colors = report.colors_of(many)
+    assert len(set(colors.values())) == len(many) and colors[many[0]] == three["mappo"]
+    assert set(report.colors_of([f"other_{i}" for i in range(12)])) == {f"other_{i}" for i in range(12)}

@@ -1,0 +1,69 @@
+"""benchmark/scaling.py on real runs, and what redraw.py makes of its tables."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
+sys.path.insert(0, str(BENCHMARK))
+
+import redraw  # noqa: E402
+import scaling  # noqa: E402
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return folder
+
+
+def test_more_actors_are_measured_and_drawn(data, monkeypatch):
+    monkeypatch.setattr(scaling, "NUM_ACTORS", (0, 1))
+    scaling.main(scaling.Args("actors", steps=9_600, repeats=2, out=data))
+    runs = pd.read_csv(data / "impala_speed.csv")
+    assert runs[["actors", "seed"]].to_numpy().tolist() == [[0, 1], [1, 1], [0, 2], [1, 2]]
+    alone, apart = (runs[runs.actors == number] for number in (0, 1))
+    assert (alone[["learner_waits", "mean_lag", "largest_lag"]] == 0).all(axis=None)
+    assert (runs.steps_per_second > 100).all() and apart.learner_waits.between(0, 1).all()
+    assert (apart.mean_lag > 0.5).all() and (apart.largest_lag >= apart.mean_lag).all()  # it always acts ahead
+
+    redraw.impala_speed(data.parent / "impala_speed")
+    *_, first, second = (data.parent / "impala_speed.md").read_text().splitlines()
+    low, high = sorted(alone.steps_per_second)
+    assert first.startswith(f"| 0 | {alone.steps_per_second.median():,.0f} ({low:,}-{high:,}) | 0% (0%-0%) | 0.0 ")
+    assert second.startswith("| 1 | ") and "<svg" in (data.parent / "impala_speed.svg").read_text()
+
+
+def test_the_pace_of_a_run_is_that_of_its_last_three_quarters(tmp_path):
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    seconds = 5 + np.array([0.0, 1, 2, 4, 8])  # five to begin with, then slower and slower
+    waited = np.array([5.0, 5, 5, 6, 7])
+    writer = EventFileWriter(str(tmp_path))
+    for i, lag in enumerate([9, 0, 1, 2, 1]):
+        step = 100 * (i + 1)
+        values = {"train/policy_lag": lag, "time/learner_wait": waited[i] / seconds[i], "time/SPS": step / seconds[i]}
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        writer.add_event(Event(step=step, summary=summary, wall_time=seconds[i]))
+    writer.close()
+    expected = {"steps_per_second": 43, "learner_waits": round(2 / 7, 3), "mean_lag": 1.0, "largest_lag": 2}
+    assert scaling.pace(tmp_path) == expected  # from step 200 on, an eighth second to the fifteenth
+
+
+def test_more_agents_are_measured_and_drawn(data, monkeypatch):
+    monkeypatch.setattr(scaling, "NUM_AGENTS", (2, 4))
+    scaling.main(scaling.Args("agents", steps=12_800, repeats=1, out=data))
+    runs = pd.read_csv(data / "mappo_agents.csv").set_index(["script", "agents"]).microseconds
+    assert list(runs.index) == [("ippo", 2), ("mappo", 2), ("ippo", 4), ("mappo", 4)]
+    assert runs.between(5, 5_000).all() and runs["mappo", 4] > runs["mappo", 2]
+
+    redraw.mappo_agents(data.parent / "mappo_agents")
+    *_, first, second = (data.parent / "mappo_agents.md").read_text().splitlines()
+    assert first == f"| 2 | {runs['ippo', 2]:,.0f} | {runs['mappo', 2]:,.0f} |" and second.startswith("| 4 | ")
+    assert "<svg" in (data.parent / "mappo_agents.svg").read_text()
