@@ -329,7 +329,9 @@ def readme_results(results: Path) -> str:
             random, best = (f"{yard.score[kind]:g}" if kind in yard.index else "" for kind in ("random", "best"))
             stopped = (runs.metric == PLANNED).sum()
             count = f"{seeds}" + (f", {stopped} stopped" if stopped else "")
-            rows.append([task + ", share of battles won" * is_battle, f"`{script}.py`", count])
+            words = runs.settings.fillna(figure["note"])
+            star = "" if words.str.fullmatch("the defaults( of (each script|both).*)?").all() else " *"
+            rows.append([task + ", share of battles won" * is_battle, f"`{script}.py`{star}", count])
             ends = runs.groupby("seed").step.max() if "seed" in runs else runs.step
             first = f"{ends.min():,.0f} to " if stopped else ""
             rows[-1] += [f"{first}{ends.max():,.0f}", "" if math.isnan(minutes) else f"{minutes:.0f}", result, random]

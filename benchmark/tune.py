@@ -6,7 +6,7 @@
 
 A parameter is a field of the script's `Args`: NAME=LOW..HIGH (on a log scale if HIGH is ten times LOW or more, as rates
 are), NAME=A,B,C, or NAME alone if its annotation says all of its values (a bool, a Literal, a UnitFloat). A range must
-lie in that of the annotation. The first trial has the script's defaults.
+lie in that of the annotation. The first trial has the script's defaults, if the ranges hold them.
 
 A trial runs every environment and seed, one after the other, as `benchmark/run.py` does: with logs, a manifest, a
 second try, and with --resume for what was interrupted. Its score is the mean of their last evaluations; with several
@@ -197,6 +197,9 @@ class Search:
         self.space = {name_of(text): read_param(text, self.script) for text in args.params}
         both = given & {form for name in self.space for form in (flag(name), flag(f"no_{name}"))}
         check(not both, f"{' '.join(sorted(both))} is given, and --params searches it")
+        fields = {field.name for field in dataclasses.fields(self.script)}
+        # off-policy scripts evaluate a few episodes now and then, too: too noisy to stop a trial by
+        self.fixed = ["--eval-steps", "0"] if "eval_steps" in fields and "--eval-steps" not in given else []
         self.scales = scales(args.env_ids, args.metric)
         args.runs_dir.mkdir(parents=True, exist_ok=True)
         self.file = (args.runs_dir / "study.lock").open("a")
@@ -213,8 +216,11 @@ class Search:
         # of its own for each call: with the same one again the next trials would be the first ones again
         self.study.sampler = optuna.samplers.TPESampler(seed=1 + len(self.study.trials))
         self.check_same()
-        if not self.study.trials and (params := default_params(self.script, self.space)) is not None:
-            self.study.enqueue_trial(params)
+        if not self.study.trials:
+            if (params := default_params(self.script, self.space)) is not None:
+                self.study.enqueue_trial(params)
+            else:
+                print("no trial has the defaults: one of them is outside the range that --params gives", flush=True)
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):  # of a call that was killed: first of all
             self.study.tell(trial.number, state=TrialState.FAIL)
             self.study.enqueue_trial(trial.params)
@@ -262,7 +268,7 @@ class Search:
         reported: list[float] = []  # what the study was told of the trial
         for seed in range(1, self.args.num_seeds + 1):
             for env_id in self.args.env_ids:
-                flags = [*self.flags, *to_flags(trial.params)]
+                flags = [*self.flags, *self.fixed, *to_flags(trial.params)]
                 run = Trial(self.args.command, env_id, seed, flags, self.args.runs_dir)
                 curve = self.play(run, trial, scores, reported)
                 if curve is None:

@@ -78,7 +78,9 @@ def main() -> None:
     elif command in ("--help", "-h"):
         say(USAGE)
     else:
-        meant = f"; did you mean `train {command}`?" if command.removesuffix(".py") in scripts() else ""
+        near = difflib.get_close_matches(command, ("list", "train", "enjoy", "report"), n=1)
+        near = [f"train {command}"] if command.removesuffix(".py") in scripts() else near
+        meant = f"; did you mean `{near[0]}`?" if near else ""
         fail(f"there is no command {command}: list, train, enjoy or report{meant}")
 
 

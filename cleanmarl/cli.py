@@ -319,6 +319,15 @@ def load_args(args_class: type, folder: Path, script: str) -> Any:
         raise UsageError(f"{folder} is a run of another version of {script}.py ({error})") from error
 
 
+def other_words(args_class: type, word: str) -> list[str]:
+    """Flags that are what `word` is called elsewhere: its parts in another order, or the name of another family."""
+    families = [{"--max-grad-norm", "--clip-gradients"}, {"--update-epochs", "--epochs", "--num-epochs"}]
+    families += [{"--learning-rate", "--learning-rate-actor", "--lr"}]
+    names = {word}.union(*(family for family in families if word in family))
+    known = [flag(field.name) for field in dataclasses.fields(args_class)]
+    return [x for x in known if x in names or sorted(x.split("-")) == sorted(word.split("-"))]
+
+
 def read_flags(args_class: type, argv: list[str], **options: Any) -> Any:
     """What tyro.cli reads from a command line; UsageError where it would print a box of many lines."""
     box = io.StringIO()
@@ -331,6 +340,7 @@ def read_flags(args_class: type, argv: list[str], **options: Any) -> Any:
         text = "\n" + re.sub("[│|╭╮╰╯]", " ", box.getvalue())  # with or without Unicode
         _, what, more, *_ = [*re.split(r"\n.*[─-]{3,}.*", text), "", ""]  # between its lines
         near = re.findall(r"--[\w-]+", more.partition("Perhaps you meant:")[2])
+        near = [name for word in re.findall(r"--[\w-]+", what) for name in other_words(args_class, word)] or near
         hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else "; --help lists all flags"
         raise UsageError(" ".join(what.split()).rstrip(".") + hint) from None
 

@@ -36,8 +36,8 @@ class Args(RunArgs):
     """keep the replay buffer in checkpoints; without it a resumed run fills a new one first"""
     log_every: PositiveInt = 10
     """episodes between two points of the curves"""
-    eval_steps: PositiveInt = 50
-    """episodes between two evaluations, without noise in separate environments"""
+    eval_steps: NonNegativeInt = 50
+    """episodes between two evaluations, without noise in separate environments; 0 for none"""
     num_eval_ep: PositiveInt = 5
     """episodes of each of these evaluations"""
     env_id: str = "mpe/simple_spread_v3?continuous_actions=True"
@@ -375,7 +375,7 @@ def main(args: Args) -> Path:
                 if critic.num_updates % args.target_network_update_freq == 0:
                     soft_update(target_agent, agent, args.polyak)
                     soft_update(target_critic, critic, args.polyak)
-            if run.num_episodes // args.eval_steps > num_episodes // args.eval_steps:
+            if args.eval_steps and run.num_episodes // args.eval_steps > num_episodes // args.eval_steps:
                 seed = args.seed + EVAL_SEED + run.num_episodes
                 run.write(run.play(eval_envs, make_policy(agent), args.num_eval_ep, seed))
             is_due = run.num_episodes // args.log_every > num_episodes // args.log_every

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from cleanmarl.cli import PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
+from cleanmarl.cli import NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.layers import AgentIds, Recurrent, as_numpy
 from cleanmarl.run import EVAL_SEED, Run, check_replay_size
@@ -41,8 +41,8 @@ class Args(RunArgs):
     """keep the replay buffer in checkpoints; without it a resumed run fills a new one first"""
     log_every: PositiveInt = 10
     """episodes between two points of the curves"""
-    eval_steps: PositiveInt = 50
-    """episodes between two evaluations, with the most valuable actions in separate environments"""
+    eval_steps: NonNegativeInt = 50
+    """episodes between two evaluations, with the most valuable actions in separate environments; 0 for none"""
     num_eval_ep: PositiveInt = 5
     """episodes of each of these evaluations"""
     env_id: str = "mpe/simple_spread_v3"
@@ -180,7 +180,7 @@ class Batch(NamedTuple):
     """
 
     obs: torch.Tensor  # (B, T + 1, A, D)
-    state: torch.Tensor  # (B, T + 1, S)
+    state: torch.Tensor  # (B, T + 1, S) for those who mix values by it: nothing here reads it
     action_mask: torch.Tensor  # (B, T + 1, A, K) bool, True = legal
     alive: torch.Tensor  # (B, T + 1, A) bool, True for living agents; False for all after a termination, and in padding
     action: torch.Tensor  # (B, T, A) int64
@@ -374,7 +374,7 @@ def main(args: Args) -> Path:
                 metrics = update(agent, target_agent, optimizer, batch, args) | {"train/epsilon": epsilon}
                 if agent.num_updates % args.target_network_update_freq == 0:
                     soft_update(target_agent, agent, args.polyak)
-            if run.num_episodes // args.eval_steps > num_episodes // args.eval_steps:
+            if args.eval_steps and run.num_episodes // args.eval_steps > num_episodes // args.eval_steps:
                 seed = args.seed + EVAL_SEED + run.num_episodes
                 run.write(run.play(eval_envs, make_policy(agent), args.num_eval_ep, seed))
             is_due = run.num_episodes // args.log_every > num_episodes // args.log_every

@@ -415,6 +415,15 @@ def test_the_list_is_long():
 N, TWO = "--env-id mpe/simple_spread_v3", "--env-id pz/mpe2/simple_spread_v3"
 FORAGING = "--env-id lbf/Foraging-8x8-2p-2f-coop-v3"
 BY_HAND = [
+    # words of another family
+    ("mappo", "--learning-rate-critic 0.001", "; did you mean --critic-learning-rate?"),
+    ("maddpg", "--critic-learning-rate 0.001", "; did you mean --learning-rate-critic?"),
+    ("maddpg", "--max-grad-norm 1", "; did you mean --clip-gradients?"),
+    ("mappo", "--clip-gradients 1", "; did you mean --max-grad-norm?"),
+    ("mappo", "--epochs 1", "; did you mean --update-epochs?"),
+    ("vdn", "--update-epochs 1", "; did you mean --epochs?"),
+    ("mappo", "--lr 1", "; did you mean --learning-rate?"),
+    ("maddpg", "--lr 1", "; did you mean --learning-rate-actor?"),
     # options of ids
     ("ippo", f"{N}?", "the options of an id are name=value, joined by &"),
     ("ippo", f"{N}?N=3&", "the options of an id are name=value, joined by &"),

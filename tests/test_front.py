@@ -56,7 +56,8 @@ def test_report_without_the_repository(tmp_path):
         (["train", "../setup"], "there is no script ../setup"),
         (["train", "cli"], "there is no script cli"),
         (["mappo"], "there is no command mappo: list, train, enjoy or report; did you mean `train mappo`?"),
-        (["learn"], "there is no command learn: list, train, enjoy or report"),
+        (["learn"], "there is no command learn: list, train, enjoy or report\n"),
+        (["trian", "mappo"], "there is no command trian: list, train, enjoy or report; did you mean `train`?"),
         (["train", "ippo", "--gamma", "2"], "ippo: --gamma must be in [0, 1], not 2"),
     ],
 )

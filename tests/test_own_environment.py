@@ -338,6 +338,28 @@ def test_what_no_worker_can_have():
     make(locked, 1, num_workers=0).close()
 
 
+def test_what_only_a_worker_cannot_build_is_one_line_too(folder, monkeypatch):
+    """A film's render_mode does not reach the environment that shows its spaces; nor what goes wrong elsewhere."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    reason = (
+        r"pz/meeting:Meeting cannot be built with \{'render_mode': 'rgb_array'\}: TypeError: Meeting.__init__\(\) got"
+    )
+    for num_workers in (0, 1, 2):
+        with pytest.raises(EnvError, match=reason) as caught:
+            make("pz/meeting:Meeting", 2, num_workers=num_workers, render_mode="rgb_array").reset(seed=1)
+        assert "\n" not in str(caught.value)
+    here, parallel_env = os.getpid(), simple_v3.parallel_env
+
+    def one_place():
+        if os.getpid() != here:
+            raise FileNotFoundError("there is no licence here")
+        return parallel_env()
+
+    with pytest.raises(EnvError, match=r"one_place cannot be built with \{\}: FileNotFoundError: there is no"):
+        make(one_place, 2, num_workers=2).reset(seed=1)
+
+
 @pytest.mark.parametrize(
     ("script", "env_id", "line"),
     [

@@ -140,3 +140,12 @@ def test_points_and_evaluations_come_after_every_so_many_episodes(name, toy, tmp
         assert [step for step, _ in scalars(folder)[tag]] == expected.tolist(), tag
     steps = 6 * ends[1:]
     assert evaluated == [*steps[np.diff(6 * ends // 60) > 0], steps[-1]]
+
+
+@pytest.mark.parametrize("name", having("eval_steps"))
+def test_no_evaluations_between_episodes_with_0(name, toy, tmp_path):
+    script = importlib.import_module(f"cleanmarl.{name}")
+    id_ = "toy/team" + "?continuous=True" * ("continuous" in name)
+    args = arguments(name, id_, tmp_path, eval_steps=0, log_every=5, eval_episodes=2)
+    curves = scalars(script.main(args))
+    assert len(curves["eval/ep_reward"]) == 1 < len(curves["rollout/ep_reward"])  # at the end

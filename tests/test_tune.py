@@ -172,6 +172,22 @@ def toy(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_the_small_evaluations_of_off_policy_scripts_stop_no_trial(tmp_path, capsys):
+    """Nor does a search stay silent on that its ranges leave out the defaults."""
+    args = tune.Args("python cleanmarl/vdn.py", ["matrix/penalty"], ["learning_rate=1e-5..1e-4"], num_trials=1)
+    args = dataclasses.replace(args, command=f"python {BENCHMARK.parent}/cleanmarl/vdn.py", runs_dir=tmp_path)
+    flags = "--total-timesteps 120 --batch-size 4 --eval-interval 60 --eval-episodes 2"
+    search = tune.Search(args, flags.split(), lambda: 0)
+    assert "no trial has the defaults" in capsys.readouterr().out
+    search.work()
+    (trial,) = search.study.trials
+    (entry,) = json.loads((tmp_path / "manifest.json").read_text()).values()
+    assert entry["flags"][: len(flags.split()) + 2] == [*flags.split(), "--eval-steps", "0"]
+    assert len(trial.intermediate_values) == 2  # those of --eval-interval, every 60 steps
+    given = tune.Search(dataclasses.replace(args, runs_dir=tmp_path / "other"), ["--eval-steps", "10"], lambda: 0)
+    assert given.fixed == []
+
+
 def toy_args(num_trials: int, **changes) -> tune.Args:
     return tune.Args("python toy.py", ["e"], ["x"], num_trials=num_trials, runs_dir=Path("runs"), **changes)
 

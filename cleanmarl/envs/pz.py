@@ -400,8 +400,10 @@ def pictures(*shape: int) -> spaces.Box:
 def open_block(memory: int, pickled: bytes, options: dict, num_envs: int, first: int, last: int) -> "Block":
     """What a worker works on: environments first to last - 1 of N, of the name or the class that is pickled."""
     name = pickle.loads(pickled)
-    envs = [build(name, options) for _ in range(first, last)]
-    layout = Layout(f"pz/{name}" if isinstance(name, str) else called(name), envs[0])
+    env_id = f"pz/{name}" if isinstance(name, str) else called(name)
+    with building(env_id, options):
+        envs = [build(name, options) for _ in range(first, last)]
+    layout = Layout(env_id, envs[0])
     return Block(envs, layout, share(layout.fields(num_envs), memory), first, in_worker=True)
 
 
