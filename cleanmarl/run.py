@@ -255,13 +255,18 @@ class Run:
         with self._writing():
             self._write_json("done.json", {"step": self.step, "seconds": seconds})
         self._print(f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))}, saved in {self.folder}")
-        if not self.has_learned:
+        if not self.has_learned and self.start_step == 0:
             self._print("  nothing was learned: these steps were too few for an update")
         self._print(f"  curves: tensorboard --logdir {shlex.quote(str(self.folder))}")
         self._print(f"  play:   python -m cleanmarl.enjoy {shlex.quote(str(self.folder))}")
 
     def _save_before_error(self) -> None:
-        """An environment that died should not cost the run. Where the others are is of no use: all begin anew."""
+        """An environment that died should not cost the run. Where the others are is of no use: all begin anew.
+
+        A resumed run that has taken no step keeps the checkpoint that it came from, environments and all.
+        """
+        if self.step == self.start_step > 0:
+            return
         self.envs = None
         try:
             self.save()
@@ -405,7 +410,8 @@ class Run:
         Called when `evaluation_due`, and at the end: then what has just been played is not played again.
         --capture-video films an episode. Nothing of it changes what training draws.
         """
-        at_end, num_episodes = not self.evaluation_due, self.args.eval_episodes
+        # a resumed run that has no step left comes here after its loop, whatever is due
+        at_end, num_episodes = not self.evaluation_due or self.step == self.start_step, self.args.eval_episodes
         to_play = num_episodes > 0 and (self._to_play() or at_end) and self.last_evaluation < self.step
         to_film = self.args.capture_video and (self._to_film() or at_end) and self.last_film < self.step
         if at_end:

@@ -382,6 +382,49 @@ def test_an_evaluation_that_is_stopped_is_played_later(toy, tmp_path, monkeypatc
     assert [step for step, _ in scalars(folder)["eval/ep_reward"]] == [90, 120, 180]
 
 
+@pytest.mark.parametrize(
+    "flags", [{"eval_interval": 60}, {"eval_interval": 60, "video_interval": 180}, {"video_interval": 90}]
+)
+def test_what_is_due_at_the_end_comes_though_the_run_was_stopped_in_its_last_update(
+    flags, toy, tmp_path, monkeypatch, capsys
+):
+    """And nobody says of it that it learned nothing."""
+    filmed = []
+
+    def film(run, make_envs, policy):
+        run.last_film = run.step
+        filmed.append(run.step)
+
+    monkeypatch.setattr(Run, "_film", film)  # whose pictures tests/test_enjoy.py looks at
+    args = arguments("ippo", toy, tmp_path, capture_video=True, **flags)
+    whole = train("ippo", args)
+    of_whole = filmed.copy()
+    filmed.clear()
+    stop(monkeypatch, 180, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        train("ippo", args)
+    (folder,) = set(tmp_path.iterdir()) - {whole}
+    capsys.readouterr()
+    train("ippo", dataclasses.replace(args, resume=folder))
+    assert filmed == of_whole and filmed[-1] == 180
+    assert logged(folder) == logged(whole) and difference(state(folder), state(whole)) is None
+    assert scalars(folder)["eval/ep_reward"][-1][0] == 180 and (folder / "best.pt").exists()
+    assert "nothing was learned" not in capsys.readouterr().out
+
+
+def test_an_error_before_the_first_step_leaves_the_checkpoint_as_it_is(toy, tmp_path, monkeypatch):
+    args = arguments("mappo_lstm", toy, tmp_path)
+    stop(monkeypatch, 60, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        train("mappo_lstm", args)
+    (folder,) = tmp_path.iterdir()
+    before = (folder / "checkpoint.pt").read_bytes()
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(Toy, "restore", lambda *_: 1 / 0)
+        train("mappo_lstm", dataclasses.replace(args, resume=folder))
+    assert (folder / "checkpoint.pt").read_bytes() == before and load_checkpoint(folder)["playing"] is not None
+
+
 def test_an_evaluation_says_how_far_it_is(toy, tmp_path, monkeypatch, capsys):
     """It makes no more environments than it has episodes: in the others nobody would look at what is played."""
     monkeypatch.setattr(run_module, "LINE_SECONDS", 0)

@@ -3,6 +3,7 @@
 import importlib
 import time
 
+from cleanmarl.checkpoint import as_arrays, as_tensors
 from cleanmarl.envs import EnvError, env_seeds, make, mpe
 from cleanmarl.envs.mpe import SCENARIOS
 
@@ -448,3 +449,27 @@ def test_render_rings_the_goal_and_shows_the_words():
         envs.goals[0] = goal
         frames.append(envs.render().astype(int))
     assert all((frames[a] != frames[b]).any() for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_episodes_go_on_from_a_snapshot(name, continuous):
+    """In environments that have not played, and in those that were elsewhere; three of them, and two blocks."""
+    for num_envs in (3, 700):
+        rng = np.random.default_rng(1)
+        one, fresh, elsewhere = (make(f"mpe/{name}", num_envs, continuous_actions=continuous) for _ in range(3))
+        one.reset(seed=3)
+        elsewhere.reset(seed=4)
+        for _ in range(30):  # beyond the end of the first episode
+            obs, *_, info = one.step(random_actions(one, rng))
+        saved = as_arrays(as_tensors(one.snapshot()))
+        for other in (fresh, elsewhere):
+            obs_, info_ = other.restore(saved)
+            np.testing.assert_array_equal(obs, obs_)
+            np.testing.assert_array_equal(info["state"], info_["state"])
+        for _ in range(30):
+            action = random_actions(one, rng)
+            step, *others = (envs.step(action) for envs in (one, fresh, elsewhere))
+            for other in others:
+                for x, y in zip((*step[:4], step[4]["state"]), (*other[:4], other[4]["state"])):
+                    np.testing.assert_array_equal(x, y)

@@ -337,6 +337,8 @@ class ParticleEnv(MultiAgentVectorEnv):
     def restore(self, snapshot: dict) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Go on from there; (obs, info) as they were."""
         self.features[:], self.goals[:] = snapshot["features"], snapshot["goals"]
+        for _, block in self.blocks:
+            block._follow()
         for rng, state in zip(self.rngs, snapshot["rngs"], strict=True):
             rng.bit_generator.state = state
         self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
