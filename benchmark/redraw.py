@@ -20,6 +20,7 @@ import pandas as pd
 import tyro
 from matplotlib.ticker import LogLocator, NullFormatter
 from report import (
+    COLORS,
     FINAL,
     PLANNED,
     last_tenth,
@@ -123,7 +124,7 @@ def mappo_agents(out: Path) -> None:
     table = {}
     for script, of_script in runs.groupby("script"):
         of_each = of_script.groupby("agents").microseconds
-        axis.loglog(of_each.median(), "o-", label=script)
+        axis.loglog(of_each.median(), "o-", color=COLORS[script], label=script)
         table[script] = repeated(of_each)
     axis.loglog([3, 30], [60, 600], "--", color="#999999", label="in proportion to the agents")
     axis.set(xlabel="agents", ylabel="CPU time of a step, microseconds", title="simple_spread")
