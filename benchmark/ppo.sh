@@ -60,7 +60,7 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env
 $PYTHON benchmark/report.py runs/ppo_atari_envpool_pong --unfinished --out docs/results/ppo_atari_envpool_pong \
     --note "the settings of CleanRL's \"Pong in 5 minutes\"" --command benchmark/ppo.sh
 # CleanRL's defaults: many hours of a core for a seed
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 1 \
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Breakout-v5 --num-seeds 2 \
     --workers 1 --runs-dir runs/ppo_breakout -- --bf16 on
 $PYTHON benchmark/report.py runs/ppo_breakout --out docs/results/ppo_atari_envpool_breakout \
     --note "CleanRL's defaults, 10,000,000 steps, with \`--bf16 on\`" --command benchmark/ppo.sh
