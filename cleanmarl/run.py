@@ -261,12 +261,7 @@ class Run:
         self._print(f"  play:   python -m cleanmarl.enjoy {shlex.quote(str(self.folder))}")
 
     def _save_before_error(self) -> None:
-        """An environment that died should not cost the run. Where the others are is of no use: all begin anew.
-
-        A resumed run that has taken no step keeps the checkpoint that it came from, environments and all.
-        """
-        if self.step == self.start_step > 0:
-            return
+        """An environment that died should not cost the run. Where the others are is of no use: all begin anew."""
         self.envs = None
         try:
             self.save()

@@ -412,19 +412,6 @@ def test_what_is_due_at_the_end_comes_though_the_run_was_stopped_in_its_last_upd
     assert "nothing was learned" not in capsys.readouterr().out
 
 
-def test_an_error_before_the_first_step_leaves_the_checkpoint_as_it_is(toy, tmp_path, monkeypatch):
-    args = arguments("mappo_lstm", toy, tmp_path)
-    stop(monkeypatch, 60, lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        train("mappo_lstm", args)
-    (folder,) = tmp_path.iterdir()
-    before = (folder / "checkpoint.pt").read_bytes()
-    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
-        broken.setattr(Toy, "restore", lambda *_: 1 / 0)
-        train("mappo_lstm", dataclasses.replace(args, resume=folder))
-    assert (folder / "checkpoint.pt").read_bytes() == before and load_checkpoint(folder)["playing"] is not None
-
-
 def test_an_evaluation_says_how_far_it_is(toy, tmp_path, monkeypatch, capsys):
     """It makes no more environments than it has episodes: in the others nobody would look at what is played."""
     monkeypatch.setattr(run_module, "LINE_SECONDS", 0)
