@@ -8,6 +8,18 @@ PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
 # figures 1, 2 and 5 of the paper; equation 10, 30 runs each
 $PYTHON benchmark/matrix_games.py --out docs/results --seeds 30 --workers "$WORKERS"
 
+# the penalty game by the script itself: equation 10, the objective of the authors' code, their mixing network
+for flags in "" "--objective authors" "--mix network"; do
+    $PYTHON benchmark/run.py --command "python cleanmarl/coppo_matrix.py" --env-ids matrix/penalty --num-seeds 10 \
+        --workers "$WORKERS" --runs-dir runs/coppo_switches -- --total-timesteps 10000 --num-envs 20 --num-steps 1 \
+        --no-share-parameters --actor-hidden-dim 18 --critic-hidden-dim 72 --learning-rate 5e-4 --critic-learning-rate 5e-4 \
+        --gamma 0.99 --epsilon-start 0.9 --epsilon-end 0.02 --epsilon-timesteps 6000 --ent-coef 0 --max-grad-norm 1e9 \
+        --optimizer rmsprop --update-epochs 8 --num-minibatches 1 --clip-coef 0.2 --inner-clip-coef 0.1 \
+        --advantage counterfactual --no-norm-adv --value-clip-coef 0 --huber-delta 0 --no-normalize-value $flags
+done
+$PYTHON benchmark/report.py runs/coppo_switches --out docs/results/coppo_matrix_switches --command benchmark/coppo.sh \
+    --note "the settings of the paper's appendix C.1; returns are the sum of the four agents'"
+
 # StarCraft-like battles: the settings of appendix C.2, which are the defaults of coppo_lstm.py, for all that learn by epochs
 # of clipped steps; but with Adam, as the authors' code has it, because the others have no RMSprop, and the 3,200 steps of
 # a rollout are 32 x 100 instead of 8 x 400, which takes half the time (a battle lasts 101 steps at most)

@@ -50,7 +50,10 @@ README = {
     "ppo_continuous_action_hopper": ("ppo_continuous_action", ""),
     "ppo_continuous_action_walker2d": ("ppo_continuous_action", ""),
     "ppo_continuous_action_halfcheetah": ("ppo_continuous_action", ""),
-    "impala_atari_envpool_pong": ("impala_atari_envpool", "--batch-size 4 --ent-coef 0.003 --bf16 on"),
+    "impala_atari_envpool_pong": (
+        "impala_atari_envpool",
+        "--num-actors 0 --num-envs 16 --batch-size 4 --ent-coef 0.003 --bf16 on",
+    ),
     "ppo_atari_envpool_breakout": ("ppo_atari_envpool", ""),
     "impala_atari_envpool_breakout": ("impala_atari_envpool", "--batch-size 8 --bf16 on"),
     "impala_atari_envpool_spaceinvaders": ("impala_atari_envpool", "--num-actors 0"),
