@@ -51,10 +51,20 @@ def agents(steps: int, repeats: int) -> pd.DataFrame:
     for seed in range(1, repeats + 1):
         for number in NUM_AGENTS:
             for script in ("ippo", "mappo"):
-                rate = speed.measure(MPE.format(script=script, agents=number), steps, 0.25, seed)["CPU-second"]
-                rows.append({"script": script, "agents": number, "seed": seed, "microseconds": round(1e6 / rate, 1)})
+                of_step = microseconds(MPE.format(script=script, agents=number), steps, seed)
+                rows.append({"script": script, "agents": number, "seed": seed, "microseconds": of_step})
                 print(rows[-1], file=sys.stderr)
     return pd.DataFrame(rows)
+
+
+def microseconds(command: str, steps: int, seed: int) -> float:
+    """CPU time of a step: what a run takes longer than one of a quarter of its steps. A busy machine changes little."""
+    taken = []
+    for n in (steps // 4, steps):
+        with tempfile.TemporaryDirectory() as tmp:
+            _, cpu = speed.run(speed.to_argv(command, steps=n, seed=seed, tmp=tmp))
+            taken.append(cpu)
+    return round(1e6 * (taken[1] - taken[0]) / (steps - steps // 4), 1)
 
 
 def actors(steps: int, repeats: int) -> pd.DataFrame:

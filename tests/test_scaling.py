@@ -57,13 +57,13 @@ def test_the_pace_of_a_run_is_that_of_its_last_three_quarters(tmp_path):
 
 
 def test_more_agents_are_measured_and_drawn(data, monkeypatch):
-    monkeypatch.setattr(scaling, "NUM_AGENTS", (2, 4))
-    scaling.main(scaling.Args("agents", steps=12_800, repeats=1, out=data))
+    monkeypatch.setattr(scaling, "NUM_AGENTS", (2, 6))
+    scaling.main(scaling.Args("agents", steps=25_600, repeats=1, out=data))
     runs = pd.read_csv(data / "mappo_agents.csv").set_index(["script", "agents"]).microseconds
-    assert list(runs.index) == [("ippo", 2), ("mappo", 2), ("ippo", 4), ("mappo", 4)]
-    assert runs.between(5, 5_000).all() and runs["mappo", 4] > runs["mappo", 2]
+    assert list(runs.index) == [("ippo", 2), ("mappo", 2), ("ippo", 6), ("mappo", 6)]
+    assert runs.between(5, 5_000).all() and runs["mappo", 6] > runs["mappo", 2]
 
     redraw.mappo_agents(data.parent / "mappo_agents")
     *_, first, second = (data.parent / "mappo_agents.md").read_text().splitlines()
-    assert first == f"| 2 | {runs['ippo', 2]:,.0f} | {runs['mappo', 2]:,.0f} |" and second.startswith("| 4 | ")
+    assert first == f"| 2 | {runs['ippo', 2]:,.0f} | {runs['mappo', 2]:,.0f} |" and second.startswith("| 6 | ")
     assert "<svg" in (data.parent / "mappo_agents.svg").read_text()
