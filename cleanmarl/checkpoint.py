@@ -81,11 +81,40 @@ def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
     for name, module in modules.items():
         missing = f"{file} has no {name}: it is of another version of the script, or was kept (keep.py) to be played"
         check(name in checkpoint["modules"], missing)
+        state = checkpoint["modules"][name]
+        if isinstance(module, torch.optim.Optimizer):
+            state = in_order(state, checkpoint.get("parameters", {}).get(name), parameter_names(modules)[name])
         try:
-            module.load_state_dict(checkpoint["modules"][name])
+            module.load_state_dict(state)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"the {name} of {file} does not fit the script as it is ({reason})") from error
+
+
+def parameter_names(modules: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The names of the parameters in each group of each optimizer among the modules, in the optimizer's order."""
+    networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
+    names = {p: f"{name}.{key}" for name, network in networks.items() for key, p in network.named_parameters()}
+    optimizers = {name: module for name, module in modules.items() if isinstance(module, torch.optim.Optimizer)}
+    return {
+        name: [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
+        for name, optimizer in optimizers.items()
+    }
+
+
+def in_order(state: dict[str, Any], saved: list[list[str]] | None, now: list[list[str]]) -> dict[str, Any]:
+    """An optimizer's state, saved with the parameters in another order: those of a set have one of each process.
+
+    torch goes by the order alone: moments of another parameter would be taken, even of another shape.
+    """
+    if saved is None or list(map(sorted, saved)) != list(map(sorted, now)):
+        return state
+    groups = state["param_groups"]
+    place = {name: i for names, group in zip(saved, groups) for name, i in zip(names, group["params"])}
+    if len(place) < sum(map(len, saved)):  # some have no name
+        return state
+    ordered = [group | {"params": [place[name] for name in names]} for names, group in zip(now, groups)]
+    return state | {"param_groups": ordered}
 
 
 def not_finite(x: Any, name: str) -> str | None:

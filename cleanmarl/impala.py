@@ -287,7 +287,7 @@ def main(args: Args) -> Path:
     check_unrolls_size(args, dtype)
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
-    num_updates, metrics = 0, {}  # metrics of the latest update
+    num_updates, metrics = 0, {}  # updates since the start or resume, and metrics of the latest
 
     with (
         Run(args, __file__, agent=agent, optimizer=optimizer) as run,

@@ -324,7 +324,7 @@ def main(args: Args) -> Path | None:
     check_unrolls_size(args, dtype)
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
-    num_updates, metrics = 0, {}  # metrics of the latest update
+    num_updates, metrics = 0, {}  # updates since the start or resume, and metrics of the latest
     code = torch.zeros(1, dtype=torch.int32, device=device)
     ray = connect(args.address, args.num_actors, world_size)
 

@@ -393,7 +393,7 @@ def main(args: Args) -> Path:
     agent = Agent(envs, args).to(device)
     optimizer = make_optimizer(agent, args)
     replay, cutter = Replay(args, dtype), Cutter(args)
-    num_updates, metrics = 0, {}  # metrics of the latest update
+    num_updates, metrics = 0, {}  # updates since the start or resume, and metrics of the latest
 
     with (
         Run(args, __file__, agent=agent, optimizer=optimizer, replay=replay) as run,

@@ -39,6 +39,7 @@ from cleanmarl.checkpoint import (
     load_checkpoint,
     load_states,
     not_finite,
+    parameter_names,
     random_state,
     same_random_state,
     set_random_state,
@@ -201,8 +202,8 @@ class Run:
         """A copy of the script as it is now: `enjoy` plays with it, and the run can be had again."""
         copy, text = self.folder / f"{self.script}.py", self.source.read_bytes()  # whatever the locale's encoding is
         if copy.exists() and copy.read_bytes() != text:
-            change = f"{self.script}.py has changed since the run began"
-            tell(f"{change}; it goes on as it is now, with the optimizer's settings of the checkpoint")
+            kept = "with the flags of the run and the optimizer's settings of the checkpoint"
+            tell(f"{self.script}.py has changed since the run began; it goes on as it is now, {kept}")
         if copy != self.source:
             copy.write_bytes(text)
 
@@ -527,6 +528,7 @@ class Run:
         checkpoint |= {name: getattr(self, name) for name in NUMBERS}
         checkpoint |= {"episodes": dict(self.episodes), "random": random_state()}
         checkpoint["modules"] = {name: module.state_dict() for name, module in self.modules.items()}
+        checkpoint["parameters"] = parameter_names(self.modules)
         snapshot = getattr(self.envs, "snapshot", lambda: None)()
         checkpoint["playing"] = None if snapshot is None else as_tensors({"envs": snapshot, "carried": self.carried})
         for name, state in {**checkpoint["modules"], "environments": checkpoint["playing"]}.items():

@@ -137,6 +137,28 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(name, family, toy, tmp_pa
     assert logged(whole) == logged(folder)
 
 
+GROUP = "list(agent.critic.parameters())"
+
+
+@pytest.mark.parametrize("name", ["ippo", "mappo", "coma", "mappo_lstm"])
+@pytest.mark.parametrize("dim", [3, 8], ids="{} units".format)
+def test_a_group_of_an_optimizer_may_have_another_order_after_a_resume(name, dim, toy, tmp_path):
+    """As if made of a set: moments go to their parameters, where torch goes by places, and crashed or mixed them up."""
+    text = (FOLDER / f"{name}.py").read_text()
+    assert text.count(GROUP) == 1
+    (tmp_path / f"set_{name}.py").write_text(text.replace(GROUP, f"{GROUP}[:: -1 if args.resume else 1]"))
+    spec = importlib.util.spec_from_file_location(f"set_{name}", tmp_path / f"set_{name}.py")
+    sys.modules[spec.name] = script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    args = vars(arguments(name, env_id(name, "toy"), tmp_path / "runs", critic_hidden_dim=dim, eval_episodes=0))
+    args = script.Args(**args | ({"anneal_lr": False} if "anneal_lr" in args else {}))  # the total is raised
+    whole, half = script.main(args), script.main(dataclasses.replace(args, total_timesteps=90))
+    script.main(dataclasses.replace(args, resume=half))
+    ours, theirs = (load_checkpoint(folder)["modules"] for folder in (whole, half))
+    assert difference(ours["agent"], theirs["agent"]) is None
+    assert difference(ours["optimizer"], theirs["optimizer"]) is not None  # which has another order
+
+
 @pytest.mark.parametrize("name", [name for name in OF_AGENTS if "self.moments" in (FOLDER / f"{name}.py").read_text()])
 def test_a_loaded_buffer_has_the_same_moments_of_rewards(name):
     """To the last bit: they were added and subtracted one after another, and another order has other roundings."""
