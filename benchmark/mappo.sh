@@ -96,7 +96,9 @@ done
 $PYTHON benchmark/report.py runs/ippo_lstm_mpe --out docs/results/ippo_lstm_mpe --note "the defaults" --command benchmark/mappo.sh
 recurrent 5 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener
 recurrent 3 mpe/simple_spread_v3 runs/mappo_lstm_spread
-run mappo_lstm 1 mpe/simple_spread_v3 runs/mappo_lstm_spread_long --total-timesteps 5000000
+for script in mappo_lstm ippo_lstm; do
+    run $script 1 mpe/simple_spread_v3 runs/mappo_lstm_spread_long --total-timesteps 5000000
+done
 run coppo_lstm 1 mpe/simple_spread_v3 runs/mappo_lstm_spread_long --total-timesteps 5000000 --num-envs 128 --num-steps 25 \
     --gamma 0.95 --num-minibatches 4 --gae-lambda 0.95 --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4
 recurrent 3 mpe/simple_reference_v3 runs/mappo_lstm_reference
