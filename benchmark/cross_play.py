@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from cleanmarl.cli import PositiveInt, RunError, UsageError, check, check_ranges, read_run
+from cleanmarl.cli import NonNegativeInt, PositiveInt, RunError, UsageError, check, check_ranges, read_run
 from cleanmarl.enjoy import Policy
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError
 from cleanmarl.evaluate import evaluate
@@ -42,7 +42,7 @@ class Args:
     """docs/results/NAME of the figure and its table"""
     episodes: PositiveInt = 256
     """episodes of each pair of runs, the same for all pairs"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of the episodes"""
 
 
@@ -93,6 +93,9 @@ def load(folders: list[Path], num_envs: int) -> dict[str, list[Policy]]:
 def main(args: Args) -> None:
     check_ranges(args)
     check(args.names[0] != args.names[1], f"--names {args.names[0]} {args.names[1]} are the same")
+    taken = {"env_id", "pairs", "episodes", "return", "std", "other return", "other std"} & set(args.names)
+    check(not taken, f"--names {' '.join(args.names)}: the table has a column {', '.join(taken)} already")
+    check(bool(args.out.name), f"--out {args.out} has no name for the figure: give FOLDER/NAME")
     folders = sorted(path.parent for runs in args.runs for path in runs.glob("*/done.json"))
     check(len(folders) > 0, f"no finished run in {' '.join(map(str, args.runs))}")
     policies = load(folders, min(args.episodes, 256))

@@ -82,7 +82,10 @@ def table(folder: Path) -> str:
     """The README of a folder of agents."""
     rows = ""
     for path in sorted(folder.glob("*/scores.json")):
-        x = json.loads(path.read_text())
+        try:
+            x = json.loads(path.read_text())
+        except ValueError as error:
+            raise UsageError(f"{path} is damaged ({error}): keep this agent again, or remove it") from error
         digits = 1 if abs(x["sampled"][0]) >= 10 else 2
         cells = [
             f"{x['episodes']:,}",
@@ -95,11 +98,12 @@ def table(folder: Path) -> str:
 def main(args: Args) -> None:
     check_ranges(args)
     readme = args.out.parent / "README.md"
-    is_ours = not readme.exists() or readme.read_text().startswith(README.partition("\n")[0])
+    is_ours = not readme.exists() or readme.read_text(encoding="utf-8").startswith(README.partition("\n")[0])
     check(is_ours, f"{readme} is there, and no table of agents: --out must be in a folder of agents")
     keep(args.run_dir, args.checkpoint, args.out, args.episodes)
-    readme.write_text(table(args.out.parent))
-    print(readme.read_text())
+    text = table(args.out.parent)
+    readme.write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,12 @@ independent critics of ippo.py.
 """
 
 import multiprocessing
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from cleanmarl import coma, coppo_matrix
+from cleanmarl.cli import PositiveInt, UsageError, check_ranges
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.layers import Networks, StackedLinear
 
@@ -89,9 +91,9 @@ class Args:
     """folder of the results"""
     runs_dir: Path = Path("runs/matrix_games")
     """folder of the runs"""
-    seeds: int = 30
+    seeds: PositiveInt = 30
     """runs of each variant on each game"""
-    workers: int = 2
+    workers: PositiveInt = 2
     """processes that train side by side"""
 
 
@@ -345,6 +347,7 @@ def write_data(args: Args) -> None:
 
 
 def main(args: Args) -> None:
+    check_ranges(args)
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     jobs = find_jobs(args)
     if jobs:
@@ -356,4 +359,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    try:
+        main(tyro.cli(Args))
+    except UsageError as error:
+        print(f"matrix_games: {error}", file=sys.stderr)
+        sys.exit(2)

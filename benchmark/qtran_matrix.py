@@ -15,11 +15,13 @@ QTRAN's game is played with full exploration, as in the paper: 20,000 plays. CoP
 appendix C.1, as in matrix_games.py, and eight updates for each 20 plays, as many as the others have epochs.
 """
 
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from cleanmarl import dop, facmac, idqn, masac, qmix, qtran, vdn
+from cleanmarl.cli import PositiveInt, UsageError, check_ranges
 from cleanmarl.envs import make
 
 import numpy as np
@@ -53,7 +55,7 @@ class Args:
     """folder of the results"""
     runs_dir: Path = Path("runs/qtran_matrix")
     """folder of the runs"""
-    seeds: int = 30
+    seeds: PositiveInt = 30
     """runs of each script on each game, of FACMAC and MASAC three at most"""
 
 
@@ -228,6 +230,7 @@ def write_curves(args: Args) -> None:
 
 
 def main(args: Args) -> None:
+    check_ranges(args)
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     for name in DECOMPOSE:
@@ -242,4 +245,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UsageError as error:
+        print(f"qtran_matrix: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -25,6 +25,7 @@ of docs/results anew.
 
 import ast
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -143,7 +144,7 @@ def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     the CPU time is NaN.
     """
     entries: Iterable[dict] = []
-    with suppress(OSError, ValueError):  # no manifest, or half of one
+    with suppress(OSError, ValueError, AttributeError):  # no manifest, half of one, or something else
         entries = json.loads((folder.parent / "manifest.json").read_text()).values()
     tries = next(
         (e["tries"] for e in entries if Path(e.get("run_folder", "")).name == folder.name and "tries" in e), []
@@ -178,6 +179,8 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
         (m, e.step, e.value, e.wall_time) for m in dict.fromkeys(metrics) if m in known for e in events.Scalars(m)
     ]
     table = pd.DataFrame(points, columns=["metric", "step", "value", "time"])
+    if args.get("eval_steps") and not (done.exists() and args.get("eval_episodes")):
+        table = table[~table.metric.isin({EVAL, BATTLES} - {metrics[0]})]  # of a few episodes each, and no last one
     table = table.assign(
         script=meta["script"], env_id=args["env_id"], settings=settings_of(meta, folder), seed=args["seed"]
     )
@@ -210,7 +213,7 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
         except UsageError as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
-        except (KeyError, SyntaxError, ValueError) as error:  # a file that was cut off, or is somebody else's
+        except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:  # cut off, or somebody else's
             print(f"left out: {folder}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         if table.empty:
@@ -573,12 +576,18 @@ def save(picture: plt.Figure, out: Path) -> None:
 
 def write_page(out: Path, caption: str, table: str) -> None:
     """out.md: the figure, its caption and its table, each of which docs/generate.py takes over."""
-    Path(f"{out}.md").write_text(f"![{out.name}]({out.name}.svg)\n\n{caption}\n{table}")
+    Path(f"{out}.md").write_text(f"![{out.name}]({out.name}.svg)\n\n{caption}\n{table}", encoding="utf-8")
 
 
 def read_figure(out: Path) -> tuple[pd.DataFrame, dict[str, str]]:
     figure = json.loads((out.parent / "data" / "figures.json").read_text())[out.name]
-    return pd.read_csv(out.parent / "data" / f"{out.name}.csv"), figure
+    file = out.parent / "data" / f"{out.name}.csv"
+    try:
+        return pd.read_csv(file), figure
+    except ValueError as error:  # empty, or half of one
+        raise UsageError(
+            f"{file} is damaged ({error}): make it anew, or remove {out.name} from figures.json"
+        ) from error
 
 
 def redraw(out: Path) -> str:
@@ -631,11 +640,22 @@ def page_data(folder: Path) -> dict[str, Any]:
 def write_html(folder: Path) -> None:
     """folder/report.html: one page with everything in it, from data/ alone."""
     data = json.dumps(page_data(folder), sort_keys=True, separators=(",", ":")).replace("</", "<\\/")
-    page = (HERE / "report_page.html").read_text()
-    (folder / "report.html").write_text(page.replace("/*DATA*/null", data))
+    page = (HERE / "report_page.html").read_text(encoding="utf-8")
+    (folder / "report.html").write_text(page.replace("/*DATA*/null", data), encoding="utf-8")
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file of data/ by renaming: a full disk or a kill leaves what was there before."""
+    with path.with_suffix(path.suffix + ".tmp").open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(file.name).replace(path)
 
 
 def main(args: Args) -> None:
+    if not args.out.name:
+        sys.exit(f"--out {args.out} has no name for the figure: give FOLDER/NAME")
     data = read_runs(args.runs, [args.tag, RETURN, NUM_EPISODES, EVAL, BATTLES], args.unfinished)
     drawn = data[data.metric == args.tag]
     if drawn.empty:
@@ -648,18 +668,22 @@ def main(args: Args) -> None:
     written = {"step": "{:.8g}", "cpu_seconds": "{:.5g}", "wall_seconds": "{:.5g}", "value": "{:.6g}"}
     for name, form in written.items():
         points[name] = points[name].map(form.format, na_action="ignore")
-    points.to_csv(folder / f"{args.out.name}.csv", index=False)
-    index = folder / "figures.json"
-    figures = json.loads(index.read_text()) if index.exists() else {}
-    figures[args.out.name] = {"tag": args.tag, "note": args.note, "command": args.command}
-    index.with_suffix(".tmp").write_text(json.dumps(figures, indent=2, sort_keys=True) + "\n")
-    index.with_suffix(".tmp").replace(index)
-    print(redraw(args.out), end="")
-    write_html(args.out.parent)
+    with (folder / "figures.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # of another report into this folder
+        put(folder / f"{args.out.name}.csv", points.to_csv(index=False))
+        index = folder / "figures.json"
+        try:
+            figures = json.loads(index.read_text()) if index.exists() else {}
+        except ValueError as error:
+            raise UsageError(f"{index} is damaged ({error})") from error
+        figures[args.out.name] = {"tag": args.tag, "note": args.note, "command": args.command}
+        put(index, json.dumps(figures, indent=2, sort_keys=True) + "\n")
+        print(redraw(args.out), end="")
+        write_html(args.out.parent)
 
 
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except OSError as error:  # a folder that cannot be written
+    except (OSError, UsageError) as error:  # a folder that cannot be written
         sys.exit(f"report: {error}")

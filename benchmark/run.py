@@ -99,12 +99,22 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def spelled_alike(words: list[str]) -> list[str]:
+    """Words of a command line, the same for --a_b=c and --a-b c: these are one trial."""
+    alike = []
+    for word in words:
+        name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        alike += [name.replace("_", "-") if word.startswith("--") else name, *([value] if equals else [])]
+    return alike
+
+
 class Trial:
     """One command line, its log, its run folder and its entry in the manifest."""
 
     def __init__(self, command: str, env_id: str, seed: int, flags: list[str], runs_dir: Path):
         self.about = {"command": command, "env_id": env_id, "seed": seed, "flags": flags}
-        self.key = shlex.join([*shlex.split(command), "--env-id", env_id, "--seed", str(seed), *flags])
+        self.words = [*shlex.split(command), "--env-id", env_id, "--seed", str(seed), *flags]
+        self.key = shlex.join(spelled_alike(self.words))
         self.command, self.runs_dir = command, runs_dir
         digest = hashlib.sha256(self.key.encode()).hexdigest()[:8]  # flags differ, names do not
         self.log = runs_dir / "logs" / f"{env_id.replace('/', '-')}__{seed}__{digest}.txt"
@@ -189,11 +199,11 @@ class Trial:
 
     def _attempt(self, log: Any, stops: Callable[[], int]) -> dict[str, Any]:
         """One process, to its end: when it began, its seconds of wall and CPU time (with its children's), its exit."""
-        argv = [*to_argv(self.key), "--runs-dir", str(self.runs_dir)]
+        argv = [*to_argv(shlex.join(self.words)), "--runs-dir", str(self.runs_dir)]
         if self.state() == "interrupted":
             argv = [*to_argv(self.command), "--resume", str(self.folder())]
         print(f"$ {shlex.join(argv)}", file=log, flush=True)
-        begin, asked, pid = time.time(), 0, 0
+        begin, clock, asked, pid = time.time(), time.monotonic(), 0, 0
         # It inherits the lock with its output. In a session of its own Ctrl-C reaches it once, through us, not twice.
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, start_new_session=True)
@@ -209,7 +219,7 @@ class Trial:
         process.returncode = os.waitstatus_to_exitcode(status)
         return {
             "start": begin,  # seconds since 1970, as in the event files
-            "wall_seconds": round(time.time() - begin, 2),
+            "wall_seconds": round(time.monotonic() - clock, 2),
             "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
             "exit_status": process.returncode,
         }
@@ -225,8 +235,12 @@ def lock(file: Any) -> bool:
 
 
 def read_manifest(runs_dir: Path) -> dict[str, dict]:
+    """OSError if it is cut off, as after a crash of the machine: its trials need only their logs and run folders."""
     path = runs_dir / "manifest.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise OSError(f"{path} is damaged ({error}); move it away, finished trials are skipped all the same") from error
 
 
 def is_open(entry: dict) -> bool:
@@ -240,7 +254,10 @@ def write_manifest(runs_dir: Path, key: str, entry: dict) -> None:
     with (runs_dir / "manifest.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         entries = read_manifest(runs_dir) | {key: entry}
-        path.with_suffix(".tmp").write_text(json.dumps(entries, indent=2))
+        with path.with_suffix(".tmp").open("w") as new:
+            new.write(json.dumps(entries, indent=2))
+            new.flush()
+            os.fsync(new.fileno())  # on the disk before it takes its name
         path.with_suffix(".tmp").replace(path)
 
 
@@ -265,7 +282,8 @@ class Progress:
     def show(self) -> None:
         if self.is_terminal and time.time() - self.shown > 1:
             self.shown = time.time()
-            print(f"{self._clear()}{self.line()}", end="", flush=True)
+            line = self.line()[: shutil.get_terminal_size().columns - 1]  # of a second row nothing would be cleared
+            print(f"{self._clear()}{line}", end="", flush=True)
 
     def line(self) -> str:
         manifest = read_manifest(self.trials[0].runs_dir)

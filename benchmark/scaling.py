@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cleanmarl.cli import PositiveInt
+from cleanmarl.cli import PositiveInt, UsageError, check_ranges
 
 import numpy as np
 import pandas as pd
@@ -96,6 +96,8 @@ def pace(run: Path) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
+    check_ranges(args)
+    args.out.mkdir(parents=True, exist_ok=True)  # before hours of measurements
     if args.what == "agents":
         name, table = "mappo_agents", agents(args.steps or 25_600, args.repeats)
     else:
@@ -105,4 +107,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UsageError as error:
+        print(f"scaling: {error}", file=sys.stderr)
+        sys.exit(2)

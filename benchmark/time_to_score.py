@@ -217,6 +217,9 @@ def main(args: Args) -> None:
     tasks = dict.fromkeys(by.task for by in CONTESTANTS)
     if not set(args.only) <= set(tasks):
         sys.exit(f"time_to_score: --only takes some of: {', '.join(tasks)}")
+    sides = dict.fromkeys(by.by for by in CONTESTANTS)
+    if not set(args.by) <= set(sides):
+        sys.exit(f"time_to_score: --by takes some of: {', '.join(sides)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
     for seed in args.seeds:
         for by in CONTESTANTS[:: 1 if seed % 2 else -1]:

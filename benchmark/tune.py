@@ -41,6 +41,7 @@ from optuna.trial import TrialState
 from report import EVAL, yardsticks  # benchmark/report.py
 from run import OF_THE_GRID, Trial, lock  # benchmark/run.py
 from speed import to_argv  # benchmark/speed.py
+from sqlalchemy.exc import SQLAlchemyError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 START_UP = 5  # trials before any is compared with the median
@@ -188,6 +189,11 @@ class Search:
     def __init__(self, args: Args, flags: list[str], stops: Callable[[], int]):
         numbers = min(args.num_seeds, args.workers, args.num_trials)
         check(numbers > 0, "--num-seeds, --workers and --num-trials must be at least 1")
+        check(bool(args.env_ids), "--env-ids has no environment")
+        names = [name_of(text) for text in args.params]
+        twice = {flag(name) for name in names if names.count(name) > 1}
+        check(not twice, f"--params has {', '.join(sorted(twice))} twice")
+        args.env_ids = list(dict.fromkeys(args.env_ids))  # each once
         check("?" not in str(args.runs_dir), f"--runs-dir {args.runs_dir}: a path of SQLite has no question mark")
         given = {word.partition("=")[0].replace("_", "-") for word in [*to_argv(args.command), *flags]}
         own = given & OF_THE_GRID
@@ -360,3 +366,5 @@ if __name__ == "__main__":
         sys.exit(main(tyro.cli(Args, description=__doc__, args=argv[:cut]), argv[cut + 1 :]))
     except OSError as error:  # a folder that cannot be written
         sys.exit(f"tune: {error}")
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:  # a full disk, or a damaged file
+        sys.exit(f"tune: study.db cannot be read or written ({' '.join(str(error).split())[:200]})")

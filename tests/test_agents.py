@@ -60,6 +60,13 @@ def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
         subprocess.run(command, capture_output=True, check=True, env=env)
         assert (out / "ppo.py").exists() == is_kept and (not is_kept or (out / "ppo.py").read_text() == text)
         (out / "scores.json").unlink()  # as if it had been interrupted
+    other = tmp_path / "agents" / "another" / "scores.json"
+    other.parent.mkdir()
+    other.write_text("")
+    damaged = subprocess.run(command, capture_output=True, text=True)
+    assert damaged.returncode == 2 and damaged.stderr.startswith(f"keep: {other} is damaged (")
+    assert damaged.stderr.count("\n") == 1
+    other.unlink()
     (tmp_path / "README.md").write_text("# My thesis\n")
     mine = subprocess.run([*command[:3], "--out", tmp_path / "mine"], capture_output=True, text=True)
     assert mine.returncode == 2 and mine.stderr.count("\n") == 1 and "no table of agents" in mine.stderr

@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from cleanmarl import ppo
@@ -111,6 +113,41 @@ def test_runner_runs_every_trial_once(toy):
     assert again.returncode == 0 and again.stdout.count("skipped") == 4 and len(folders(toy)) == 4
     other_flags = run_cli(toy, "--lr", "0.2")
     assert other_flags.returncode == 0 and "skipped" not in other_flags.stdout and len(folders(toy)) == 6
+
+
+def test_a_trial_is_the_same_however_its_flags_are_spelled(toy):
+    assert run_cli(toy, "--learning-rate", "-1e-3", "--size", "3").returncode == 0
+    for flags in (["--learning_rate=-1e-3", "--size", "3"], ["--learning-rate", "-1e-3", "--size=3"]):
+        again = run_cli(toy, *flags)
+        assert again.returncode == 0 and again.stdout.count("finished before, skipped") == 2, again.stdout
+
+
+@pytest.mark.parametrize("left", ["", '{"python toy.py'])
+def test_a_manifest_that_a_crash_left_damaged_is_one_line(left, toy):
+    assert run_cli(toy).returncode == 0
+    (toy / "runs" / "manifest.json").write_text(left)
+    result = run_cli(toy, num_seeds=3)
+    line = r"run: runs/manifest.json is damaged \(.*\); move it away, finished trials are skipped all the same\n"
+    assert result.returncode == 1 and re.fullmatch(line, result.stderr), result.stderr
+    (toy / "runs" / "manifest.json").unlink()
+    result = run_cli(toy, num_seeds=3)
+    assert result.returncode == 0 and result.stdout.count("skipped") == 2 and len(folders(toy)) == 3
+
+
+def test_the_line_of_progress_is_no_wider_than_the_terminal(toy):
+    (toy / "slow").write_text("1")
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "1"]
+    with subprocess.Popen(argv, cwd=toy, stdout=theirs, env={**os.environ, "COLUMNS": "20"}) as runner:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # what Linux says at the end
+            while part := os.read(ours, 4096):
+                said += part
+    os.close(ours)
+    assert runner.returncode == 0
+    lines = [part for part in said.decode().split("\r\x1b[K") if part and "\n" not in part]
+    assert max(map(len, lines)) == 19, lines
 
 
 def test_a_grid_is_known_from_another_folder_and_after_it_has_moved(toy):

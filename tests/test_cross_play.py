@@ -102,6 +102,10 @@ def test_what_cannot_play_is_told_in_a_line(runs, tmp_path):
         assert said(runs, side=side) == f"--side {side} must be some, not all, of the agents 0 to 3"
     with pytest.raises(UsageError, match="--names prey prey are the same"):
         cross_play.main(cross_play.Args([runs], [0], ("prey", "prey"), tmp_path / "who"))
+    with pytest.raises(UsageError, match="--names prey episodes: the table has a column episodes already"):
+        cross_play.main(cross_play.Args([runs], [0], ("prey", "episodes"), tmp_path / "who"))
+    with pytest.raises(UsageError, match=r"--out \. has no name for the figure: give FOLDER/NAME"):
+        cross_play.main(cross_play.Args([runs], [0], ("prey", "others"), Path()))
     wider = tmp_path / "wider"
     shutil.copytree(runs, wider)
     ippo.main(ippo.Args(**SHORT, actor_hidden_dim=8, seed=3, runs_dir=str(wider)))

@@ -1,5 +1,6 @@
 """The report on real event files: the tidy table, the statistics, and figures, tables and page, twice the same."""
 
+import fcntl
 import json
 import math
 import re
@@ -19,6 +20,7 @@ pytest.importorskip("matplotlib", reason=optional.reason("matplotlib"))
 pytest.importorskip("scipy", reason=optional.reason("scipy"))
 
 from torch.utils.tensorboard import SummaryWriter  # noqa: E402
+from toys import largest_file  # noqa: E402
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
@@ -352,6 +354,56 @@ def test_battles_have_their_last_evaluation_beside_the_training(tmp_path, capsys
     assert "| smax/3m | *random* | | | | 0.00 | 0.00 |" in table
 
 
+@pytest.mark.parametrize("eval_episodes, done, cell", [(100, True, "7.00"), (0, True, ""), (100, False, "")])
+def test_the_small_evaluations_of_off_policy_scripts_are_no_last_evaluation(
+    eval_episodes, done, cell, tmp_path, capsys
+):
+    """Those every --eval-steps episodes; the one of --eval-episodes comes at the end."""
+    points = {report.RETURN: [(50, 1.0), (100, 2.0)], report.EVAL: [(50, 3.0), (100, 7.0)]}
+    points |= {report.NUM_EPISODES: [(50, 5), (100, 10)]}
+    write_run(tmp_path / "a", points, done=done, eval_steps=50, eval_episodes=eval_episodes)
+    report.main(report.Args([tmp_path / "a"], out=tmp_path / "docs" / "a", unfinished=True))
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.split("|")[-2].strip() == cell, row
+
+
+def test_an_earlier_figure_outlives_a_full_disk(tmp_path):
+    write_run(tmp_path / "a", {report.RETURN: [(step, 1.0) for step in range(200)]})
+    report.main(report.Args([tmp_path / "a"], out=tmp_path / "docs" / "a"))
+    files = {path: path.read_bytes() for path in (tmp_path / "docs" / "data").glob("*.*")}
+    with largest_file(2000), pytest.raises(OSError):
+        report.main(report.Args([tmp_path / "a"], out=tmp_path / "docs" / "a"))
+    for path, content in files.items():
+        assert path.read_bytes() == content
+    assert len(files) == 3 and len(files[tmp_path / "docs" / "data" / "a.csv"]) > 2000
+
+
+@pytest.mark.parametrize("name", ["a.csv", "figures.json"])
+def test_data_that_are_damaged_and_a_figure_without_a_name_are_one_line(name, tmp_path):
+    write_run(tmp_path / "a", {report.RETURN: [(1, 1.0)]})
+    report.main(report.Args([tmp_path / "a"], out=tmp_path / "docs" / "a"))
+    (tmp_path / "docs" / "data" / name).write_text("")
+    again = [sys.executable, BENCHMARK / "report.py", tmp_path / "a", "--out"]
+    for out, line in ((tmp_path / "docs" / "b", f"/data/{name} is damaged ("), (".", "--out . has no name for")):
+        done = subprocess.run([*again, out], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        assert done.returncode == 1 and line in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_two_reports_into_one_folder_keep_both_figures(tmp_path):
+    """The one waits for the other: what it adds to figures.json and to the page would be lost."""
+    write_run(tmp_path / "a", {report.RETURN: [(1, 1.0)]})
+    (tmp_path / "docs" / "data").mkdir(parents=True)
+    names, argv = ("b", "c"), [sys.executable, BENCHMARK / "report.py", tmp_path / "a", "--out"]
+    with (tmp_path / "docs" / "data" / "figures.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        programs = [subprocess.Popen([*argv, tmp_path / "docs" / name], stdout=subprocess.DEVNULL) for name in names]
+        with pytest.raises(subprocess.TimeoutExpired):
+            programs[0].wait(timeout=15)
+        assert not list((tmp_path / "docs").glob("**/*.csv"))
+    assert [program.wait(timeout=300) for program in programs] == [0, 0]
+    assert set(json.loads((tmp_path / "docs" / "data" / "figures.json").read_text())) == set(names)
+
+
 def test_a_run_whose_events_are_cut_off_is_left_out(tmp_path, capsys):
     """Its last points are gone, and the others of its curve would be cut to what is left."""
     points = [(step, 1.0 * step) for step in range(5, 101, 5)]
@@ -377,9 +429,12 @@ def test_a_folder_that_is_a_link_counts_once_and_a_cut_off_file_is_told(tmp_path
         folder.rename(tmp_path / "runs" / folder.name)
     (tmp_path / "runs" / "2" / "toy.py").write_text("class Args(")
     (tmp_path / "runs" / "3" / "done.json").write_text("")
+    (write_run(tmp_path / "runs" / "4", {report.RETURN: [(1, 2.0)]}, 4) / "done.json").write_text("[]")
+    (tmp_path / "manifest.json").write_text("[]")  # of folders[0]
     assert report.read_runs([tmp_path / "runs"], [report.RETURN]).seed.tolist() == [1]
-    script, done = sorted(capsys.readouterr().err.splitlines())
+    script, done, strange = sorted(capsys.readouterr().err.splitlines())
     assert script.startswith(f"left out: {tmp_path}/runs/2: SyntaxError: ") and "/runs/3: JSONDecodeError: " in done
+    assert strange.startswith(f"left out: {tmp_path}/runs/4: AttributeError: ")
 
 
 def test_a_tag_that_no_run_has_is_told_with_those_that_there_are(tmp_path):

@@ -1,5 +1,6 @@
 """benchmark/scaling.py on real runs, and what redraw.py makes of its tables."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +17,7 @@ import scaling  # noqa: E402
 
 @pytest.fixture
 def data(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    return folder
+    return tmp_path / "data"  # which is not there yet
 
 
 def test_more_actors_are_measured_and_drawn(data, monkeypatch):
@@ -36,6 +35,14 @@ def test_more_actors_are_measured_and_drawn(data, monkeypatch):
     low, high = sorted(alone.steps_per_second)
     assert first.startswith(f"| 0 | {alone.steps_per_second.median():,.0f} ({low:,}-{high:,}) | 0% (0%-0%) | 0.0 ")
     assert second.startswith("| 1 | ") and "<svg" in (data.parent / "impala_speed.svg").read_text()
+
+
+@pytest.mark.parametrize("script, flag", [("scaling", "repeats"), ("matrix_games", "seeds"), ("qtran_matrix", "seeds")])
+def test_a_measurement_of_nothing_is_one_line(script, flag, tmp_path):
+    line = [sys.executable, BENCHMARK / f"{script}.py", *["actors"] * (script == "scaling"), "--out", tmp_path / "out"]
+    done = subprocess.run([*line, f"--{flag}", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (2, f"{script}: --{flag} must be greater than 0, not 0\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_pace_of_a_run_is_that_of_its_last_three_quarters(tmp_path):

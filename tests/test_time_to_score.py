@@ -85,6 +85,8 @@ def test_a_command_that_fails_ends_it(results, tmp_path, monkeypatch):
 def test_a_task_that_is_not_there_is_one_line(results, tmp_path):
     with pytest.raises(SystemExit, match="--only takes some of: CartPole-v1, CartPole-v1, to the end"):
         time_to_score.main(time_to_score.Args(peers=tmp_path, only=("CartPole-v1", "CartPole")))
+    with pytest.raises(SystemExit, match="--by takes some of: ppo"):
+        time_to_score.main(time_to_score.Args(peers=tmp_path, by=("nobody",)))
     assert not list(results.iterdir())
 
 

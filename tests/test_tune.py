@@ -320,6 +320,24 @@ def test_what_is_the_searchs_own_is_refused(toy, capsys):
     assert capsys.readouterr().err == "tune: --runs-dir why?: a path of SQLite has no question mark\n"
 
 
+def test_what_a_search_lacks_or_has_twice_is_one_line(toy, capsys):
+    assert tune.main(dataclasses.replace(toy_args(1), env_ids=[]), []) == 2
+    assert capsys.readouterr().err == "tune: --env-ids has no environment\n"
+    assert tune.main(dataclasses.replace(toy_args(1), params=["x=0..1", "--x=0..2"]), []) == 2
+    assert capsys.readouterr().err == "tune: --params has --x twice\n"
+    assert tune.main(dataclasses.replace(toy_args(1), env_ids=["e", "e"]), []) == 0  # once
+    assert "--env-id e " in capsys.readouterr().out
+
+
+def test_a_damaged_study_is_one_line(toy):
+    (toy / "runs").mkdir()
+    (toy / "runs" / "study.db").write_text("no database, but long enough to be taken for one" * 100)
+    line = [sys.executable, BENCHMARK / "tune.py", "--command", "python toy.py", "--env-ids", "e", "--params", "x"]
+    done = subprocess.run([*line, "--runs-dir", "runs"], cwd=toy, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("tune: study.db cannot be read or written ("), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["num_seeds", "workers", "num_trials"])
 def test_a_search_of_nothing_is_one_line(name, toy, capsys):
     assert tune.main(dataclasses.replace(toy_args(1), **{name: 0}), []) == 2
