@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import cleanmarl
 from cleanmarl.envs import EnvError, env_seeds, make
+from cleanmarl.finite import NonFiniteError
 
 import gymnasium as gym
 import numpy as np
@@ -809,6 +810,11 @@ def test_illegal_actions(toy):
         text = rf"environment 1, agent listener_0: action .*{value}.* out of bounds: number 2 must be from 0.0 to 1.0"
         with pytest.raises(EnvError, match=text):
             envs.step(action)
+    envs.arrays["obs"][1, 1, 3] = np.inf  # what the environment has done, and not the policy
+    text = r"^pz/.*: the observation of agent 1 is inf in environment 1, and its action is \[.*1\.001.*\]$"
+    with pytest.raises(NonFiniteError, match=text):
+        envs.step(action)
+    envs.arrays["obs"][1, 1, 3] = 0
     action[1, 1, 2] = np.nextafter(np.float32(1), np.float32(2))  # a rounding is forgiven
     envs.step(action)
     with pytest.raises(EnvError, match="actions must be floats of shape"):

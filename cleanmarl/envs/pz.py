@@ -56,6 +56,7 @@ from cleanmarl.envs import (
     unknown_name,
 )
 from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
+from cleanmarl.finite import NonFiniteError, is_finite
 from cleanmarl.machine import WORKER_BYTES, too_large
 
 import cloudpickle
@@ -666,6 +667,9 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
             wrong = ~((action[..., None] == np.arange(legal.shape[-1])) & legal).any(-1)
         if wrong.any():
             n, a = np.argwhere(wrong)[0]
+            if not is_finite(obs := self.arrays["obs"][n, a]):  # the next check of a rollout would come too late
+                what = f"the observation of agent {a} is {obs[~np.isfinite(obs)][0]} in environment {n}"
+                raise NonFiniteError(f"{self.env_id}: {what}, and its action is {action[n, a]}")
             if self.continuous:
                 k = outside[n, a].argmax()
                 space: Any = self.single_action_space
