@@ -30,10 +30,12 @@ $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foragi
     --note "a discount of 0.99 and normalised rewards; QMIX with VDN's learning rate and target"
 # their curves are beside MAPPO's, which benchmark/mappo.sh draws
 for script in vdn qmix; do forage $script 1 Foraging-15x15-3p-5f-v3 mappo_foraging_15x15; done
-for script in vdn idqn qmix; do
-    $PYTHON benchmark/run.py --command "python cleanmarl/$script.py" --num-seeds 5 --workers "$WORKERS" \
-        --env-ids mpe/simple_speaker_listener_v4 --runs-dir runs/vdn_listener_long -- --total-timesteps 2000000
-done
+listen() {  # script, number of seeds, folder of the runs, flags
+    $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
+        --env-ids mpe/simple_speaker_listener_v4 --runs-dir "runs/$3" -- "${@:4}"
+}
+for script in vdn idqn qmix; do listen $script 5 vdn_listener_long --total-timesteps 2000000; done
+for script in qtran vdn_lstm qmix_lstm; do listen $script 1 vdn_listener_long --total-timesteps 2000000; done
 $PYTHON benchmark/report.py runs/vdn_listener_long --out docs/results/vdn_listener_long --note "the defaults of each script" \
     --command benchmark/baselines.sh
 # battles: a package of its own, docs/environments.md
@@ -60,6 +62,17 @@ spread facmac 3 masac_spread_long --total-timesteps 500000
 spread dop 3 masac_spread_long --total-timesteps 500000 --gamma 0.95
 $PYTHON benchmark/report.py runs/masac_spread_long --out docs/results/masac_spread_long --command benchmark/baselines.sh \
     --note "the defaults of each script, and a discount of 0.95 for DOP"
+spread masac 1 masac_spread_longer --total-timesteps 2000000
+$PYTHON benchmark/report.py runs/masac_spread_longer --out docs/results/masac_spread_longer --command benchmark/baselines.sh \
+    --note "the defaults"
+listen masac 2 masac_listener --total-timesteps 500000
+listen dop 2 masac_listener --total-timesteps 500000 --gamma 0.95
+listen coma 1 masac_listener --total-timesteps 2000000 --gamma 0.95
+$PYTHON benchmark/report.py runs/masac_listener --out docs/results/masac_listener --command benchmark/baselines.sh \
+    --note "the defaults of each script, and a discount of 0.95 for DOP and COMA"
+listen facmac 2 facmac_listener --total-timesteps 500000
+$PYTHON benchmark/report.py runs/facmac_listener --out docs/results/facmac_listener --command benchmark/baselines.sh \
+    --note "the defaults"
 spread coma 1 coma_spread_long/0.99 --total-timesteps 1000000
 for script in coma coma_lstm; do spread $script 2 coma_spread_long/0.95 --total-timesteps 3000000 --gamma 0.95; done
 $PYTHON benchmark/report.py runs/coma_spread_long --out docs/results/coma_spread_long --command benchmark/baselines.sh \
