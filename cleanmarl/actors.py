@@ -36,6 +36,7 @@ from typing import Any
 
 from cleanmarl.cli import RunError, UsageError, import_optional, keep_freed_memory, seed_everything, tell
 from cleanmarl.envs import EnvError, check_memory, workers
+from cleanmarl.finite import NonFiniteError
 from cleanmarl.machine import ACTOR_BYTES
 
 import numpy as np
@@ -120,7 +121,7 @@ class Parameters:
                 raise SystemExit  # the learner was killed while it wrote
 
 
-def send(connection, message: int | str | EnvError) -> None:
+def send(connection, message: int | str | EnvError | NonFiniteError) -> None:
     with suppress(OSError):  # the other side is gone, which receive notices
         connection.send(message)
 
@@ -150,7 +151,7 @@ def act(classes, args, index: int, step: int, connection, learners, parameters_m
             player.play(agent, slots[number]["unrolls"])
             send(connection, number)
     except Exception as error:
-        send(connection, error if isinstance(error, EnvError) else traceback.format_exc())
+        send(connection, error if isinstance(error, EnvError | NonFiniteError) else traceback.format_exc())
 
 
 class Actors:
@@ -247,7 +248,7 @@ class Actors:
         self.heard[i] = [time.monotonic()] * 2
         if message is None:
             raise self.death(i)
-        if isinstance(message, EnvError):
+        if isinstance(message, EnvError | NonFiniteError):
             raise message
         if isinstance(message, str):
             raise RunError(f"actor {i} failed:\n{message}")
@@ -368,7 +369,7 @@ class RayActors:
             try:
                 slot = self.ray.get(call)[0]
             except self.ray.exceptions.RayError as error:
-                if isinstance(cause := getattr(error, "cause", None), EnvError):
+                if isinstance(cause := getattr(error, "cause", None), EnvError | NonFiniteError):
                     raise cause from error
                 is_failure = isinstance(error, self.ray.exceptions.RayTaskError)  # it lives and says what is wrong
                 if is_failure or getattr(error, "actor_init_failed", False):  # or no other one would begin

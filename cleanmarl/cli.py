@@ -325,7 +325,7 @@ def other_words(args_class: type, word: str) -> list[str]:
     families += [{"--learning-rate", "--learning-rate-actor", "--lr"}]
     names = {word}.union(*(family for family in families if word in family))
     known = [flag(field.name) for field in dataclasses.fields(args_class)]
-    return [x for x in known if x in names or sorted(x.split("-")) == sorted(word.split("-"))]
+    return [x for x in known if x != word and (x in names or sorted(x.split("-")) == sorted(word.split("-")))]
 
 
 def read_flags(args_class: type, argv: list[str], **options: Any) -> Any:
@@ -427,6 +427,13 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
         sys.exit(said[1])
 
 
+def compiler_error(error: Exception) -> str:
+    """What torch says where --compile has failed, and "" for other errors."""
+    if "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        return str(error.inner_exception).strip() or "it does not say why"
+    return ""
+
+
 def what_to_say(error: Exception) -> tuple[str, int] | None:
     """The line for an error and the exit status; None for one that is a mistake of the script's."""
     if isinstance(error, UsageError | EnvError):
@@ -435,9 +442,10 @@ def what_to_say(error: Exception) -> tuple[str, int] | None:
         return str(error), 1
     if reason := memory_error(error):
         return f"not enough memory: {reason[:200]}", 1
-    if "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
-        # the compiler is there, and this loss is too much for it; torch has said more before
-        reason = str(error.inner_exception).strip().partition("\n")[0]
+    if said := compiler_error(error):  # the compiler is there, and this loss is too much for it; torch has said more
+        reason = said.partition("\n")[0]
+        if cut_off := re.search(r"(\S+\.so): (file too short|invalid ELF header)", reason):
+            return f"--compile was killed earlier, and left {cut_off[1]} unfinished: delete it and start again", 1
         return f"--compile cannot compile a loss of this script here ({reason}); run it without", 1
     lost = "Connection (closed|reset) by peer|Broken pipe|onnection was closed|Socket Timeout"  # gloo's and NCCL's
     is_lost = isinstance(error, torch.distributed.DistError) or re.search(lost, str(error))

@@ -231,14 +231,13 @@ class Buffer:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The episodes, one after the other. Those being played go with the environments: see `run.start`."""
-        lengths = np.array([len(episode.reward) for episode in self.episodes], np.int64)
+        lengths = np.array([[len(x) for x in episode] for episode in self.episodes], np.int64)  # of each field
         state = {"lengths": lengths} | dict(zip(Batch._fields, map(np.concatenate, zip(*self.episodes))))
         return {key: torch.from_numpy(x) for key, x in state.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         lengths, *fields = (x.numpy() for x in state.values())
-        ends = [np.cumsum(lengths + (len(x) > lengths.sum())) for x in fields]  # with T rows each, or T + 1
-        for episode in zip(*(np.split(x, end[:-1]) for x, end in zip(fields, ends))):
+        for episode in zip(*(np.split(x, np.cumsum(rows)[:-1]) for x, rows in zip(fields, zip(*lengths)))):
             self.episodes.append(Batch(*(x.copy() for x in episode)))  # a view would keep the memory of all
 
 

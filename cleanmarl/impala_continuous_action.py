@@ -179,8 +179,8 @@ class Player:
             self.discounted[termination | truncation] = 0
             if "_episode" in info:
                 steps["ep_return"][t], steps["ep_length"][t] = info["episode"]["r"], info["episode"]["l"]
-                for n in np.flatnonzero(truncation):
-                    steps["final_obs"][t, n] = info["final_obs"][n]
+            for n in np.flatnonzero(truncation):
+                steps["final_obs"][t, n] = info["final_obs"][n]
         steps["obs"][T] = self.obs
         # detail impala-1: what acted is older than what learns, and its log-probabilities come with the steps
         action = torch.from_numpy(steps["action"].copy())

@@ -173,8 +173,8 @@ class Player:
             steps["termination"][t], steps["truncation"][t] = termination, truncation & ~termination
             if "_episode" in info:
                 steps["ep_return"][t], steps["ep_length"][t] = info["episode"]["r"], info["episode"]["l"]
-                for n in np.flatnonzero(truncation):
-                    steps["final_obs"][t, n] = info["final_obs"][n]
+            for n in np.flatnonzero(truncation):
+                steps["final_obs"][t, n] = info["final_obs"][n]
         steps["obs"][T], steps["mask"][:] = self.obs, True
         # detail impala-1: what acted is older than what learns, and its log-probabilities come with the steps
         log_probs = torch.from_numpy(logits).log_softmax(-1)

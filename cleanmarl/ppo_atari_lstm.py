@@ -266,12 +266,12 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs, start, lstm_state, ro
         rollout.done[t] = start = termination | truncation
         if "_episode" in info:
             run.log_episodes(info)
-            if args.time_limit_bootstrap:
-                for n in np.flatnonzero(truncation & ~termination):
-                    final_obs = torch.as_tensor(info["final_obs"][n], device=device)
-                    same = torch.zeros(1, 1, dtype=torch.bool, device=device)  # no start: the same episode
-                    final_value = agent(final_obs[None, None], lstm_state[:, [n]], same)[1].item()
-                    rollout.reward[t, n] += args.gamma * final_value
+        if args.time_limit_bootstrap:
+            for n in np.flatnonzero(truncation & ~termination):
+                final_obs = torch.as_tensor(info["final_obs"][n], device=device)
+                same = torch.zeros(1, 1, dtype=torch.bool, device=device)  # no start: the same episode
+                final_value = agent(final_obs[None, None], lstm_state[:, [n]], same)[1].item()
+                rollout.reward[t, n] += args.gamma * final_value
     run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)

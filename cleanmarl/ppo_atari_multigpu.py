@@ -202,10 +202,10 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
         rollout.done[t] = termination | truncation
         if "_episode" in info:
             run.log_episodes(info)
-            if args.time_limit_bootstrap:
-                for n in np.flatnonzero(truncation & ~termination):
-                    final_obs = torch.as_tensor(info["final_obs"][n], device=device)
-                    rollout.reward[t, n] += args.gamma * agent(final_obs[None])[1].item()
+        if args.time_limit_bootstrap:
+            for n in np.flatnonzero(truncation & ~termination):
+                final_obs = torch.as_tensor(info["final_obs"][n], device=device)
+                rollout.reward[t, n] += args.gamma * agent(final_obs[None])[1].item()
     run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)
@@ -361,13 +361,14 @@ def main(args: Args) -> Path | None:
     num_updates = args.total_timesteps // batch_size
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    with Run(args, __file__, agent=agent, optimizer=optimizer) if rank == 0 else Follower() as run:
+    kept = {"agent": agent, "optimizer": optimizer}  # in checkpoints, and the same in all processes after a resume
+    with Run(args, __file__, **kept) if rank == 0 else Follower() as run:
         if world_size > 1:  # what the first process has resumed
-            states = [run.step, agent.state_dict(), optimizer.state_dict()]
+            states = [run.step, *(x.state_dict() for x in kept.values())]
             dist.broadcast_object_list(states, device=device)
             run.step = states[0]
-            agent.load_state_dict(states[1])
-            optimizer.load_state_dict(states[2])
+            for x, state in zip(kept.values(), states[1:]):
+                x.load_state_dict(state)
         seed = args.seed + run.step + rank * 2**32  # no other run, of whatever seed, has it
         if rank > 0:
             torch.manual_seed(seed)  # other actions and minibatches than the first process

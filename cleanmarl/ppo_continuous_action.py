@@ -125,12 +125,14 @@ class Agent(nn.Module):
         self.obs_stats, self.return_stats = RunningMeanStd(obs_size), RunningMeanStd()
         self.running_return = np.zeros(envs.num_envs)  # discounted, of the episodes under way
 
+    def statistics(self) -> dict[str, RunningMeanStd]:
+        return {name.removesuffix("_stats"): x for name, x in vars(self).items() if isinstance(x, RunningMeanStd)}
+
     def get_extra_state(self) -> dict:  # part of the state_dict: a checkpoint holds the statistics too
-        stats = {"obs": self.obs_stats, "return": self.return_stats}
-        return {name: {key: torch.tensor(x) for key, x in vars(s).items()} for name, s in stats.items()}
+        return {name: {key: torch.tensor(x) for key, x in vars(s).items()} for name, s in self.statistics().items()}
 
     def set_extra_state(self, state: dict) -> None:
-        for name, stats in {"obs": self.obs_stats, "return": self.return_stats}.items():
+        for name, stats in self.statistics().items():
             vars(stats).update({key: x.numpy().copy() for key, x in state[name].items()})
 
     def normalize_obs(self, obs: np.ndarray) -> np.ndarray:
@@ -217,10 +219,10 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
         obs = agent.normalize_obs(obs)
         if "_episode" in info:
             run.log_episodes(info)
-            if args.time_limit_bootstrap:
-                for n in np.flatnonzero(truncation & ~termination):
-                    final_obs = torch.from_numpy(agent.normalize_obs(info["final_obs"][n])).to(device)
-                    rollout.reward[t, n] += args.gamma * agent.critic(final_obs[None]).item()
+        if args.time_limit_bootstrap:
+            for n in np.flatnonzero(truncation & ~termination):
+                final_obs = torch.from_numpy(agent.normalize_obs(info["final_obs"][n])).to(device)
+                rollout.reward[t, n] += args.gamma * agent.critic(final_obs[None]).item()
     run.check_rollout(rollout._replace(obs=raw_obs), obs)
     action, log_std = torch.from_numpy(rollout.action), agent.log_std.cpu()
     rollout.log_prob[:] = gaussian_log_prob(action, torch.from_numpy(mean), log_std)

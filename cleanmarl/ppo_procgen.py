@@ -144,11 +144,15 @@ class Agent(nn.Module):
         hidden = hidden.float()
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
+    def statistics(self) -> dict[str, RunningMeanStd]:
+        return {name.removesuffix("_stats"): x for name, x in vars(self).items() if isinstance(x, RunningMeanStd)}
+
     def get_extra_state(self) -> dict:  # part of the state_dict: a checkpoint holds the statistics too
-        return {key: torch.tensor(x) for key, x in vars(self.return_stats).items()}
+        return {name: {key: torch.tensor(x) for key, x in vars(s).items()} for name, s in self.statistics().items()}
 
     def set_extra_state(self, state: dict) -> None:
-        vars(self.return_stats).update({key: x.numpy().copy() for key, x in state.items()})
+        for name, stats in self.statistics().items():
+            vars(stats).update({key: x.numpy().copy() for key, x in state[name].items()})
 
     def scale_reward(self, reward: np.ndarray, done: np.ndarray, gamma: float) -> np.ndarray:
         """The rewards of a step, divided by the deviation of the discounted return so far; done ends the return."""
@@ -219,10 +223,10 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
         rollout.reward[t] = agent.scale_reward(reward, rollout.done[t], args.gamma)
         if "_episode" in info:
             run.log_episodes(info)
-            if args.time_limit_bootstrap:
-                for n in np.flatnonzero(truncation & ~termination):
-                    final_obs = torch.as_tensor(info["final_obs"][n], device=device)
-                    rollout.reward[t, n] += args.gamma * agent(final_obs[None])[1].item()
+        if args.time_limit_bootstrap:
+            for n in np.flatnonzero(truncation & ~termination):
+                final_obs = torch.as_tensor(info["final_obs"][n], device=device)
+                rollout.reward[t, n] += args.gamma * agent(final_obs[None])[1].item()
     run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)

@@ -157,10 +157,10 @@ def collect(agent: Agent, envs: gym.vector.VectorEnv, obs: np.ndarray, rollout: 
         rollout.done[t] = termination | truncation
         if "_episode" in info:
             run.log_episodes(info)
-            if args.time_limit_bootstrap:
-                for n in np.flatnonzero(truncation & ~termination):
-                    final_obs = torch.as_tensor(info["final_obs"][n], dtype=torch.float32, device=device)
-                    rollout.reward[t, n] += args.gamma * agent.critic(final_obs[None]).item()
+        if args.time_limit_bootstrap:
+            for n in np.flatnonzero(truncation & ~termination):
+                final_obs = torch.as_tensor(info["final_obs"][n], dtype=torch.float32, device=device)
+                rollout.reward[t, n] += args.gamma * agent.critic(final_obs[None]).item()
     run.check_rollout(rollout, obs)
     log_prob = torch.from_numpy(logits).log_softmax(-1).gather(-1, torch.from_numpy(rollout.action)[..., None])
     rollout.log_prob[:] = log_prob.squeeze(-1)

@@ -45,7 +45,18 @@ from cleanmarl.checkpoint import (
     set_random_state,
     write_checkpoint,
 )
-from cleanmarl.cli import RunError, UsageError, check, flag, import_optional, load_args, read_run, run_folder, tell
+from cleanmarl.cli import (
+    RunError,
+    UsageError,
+    check,
+    compiler_error,
+    flag,
+    import_optional,
+    load_args,
+    read_run,
+    run_folder,
+    tell,
+)
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError, check_memory
 from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
 from cleanmarl.finite import NonFiniteError, find_bad, find_bad_episode, is_finite
@@ -232,7 +243,13 @@ class Run:
         try:
             if error_type is None:
                 self._finish()
+            elif issubclass(error_type, NonFiniteError) and "checkpoint" not in str(error):  # of the environments
+                error.args = (f"{error}; {self._last_good()}",)
             elif issubclass(error_type, Exception) and not issubclass(error_type, NonFiniteError | WriteError):
+                self._take_back()
+                if self.stop_signal is not None and compiler_error(error):  # Ctrl-C has ended the compiler, too
+                    self.save()
+                    self._stop()
                 self._save_before_error()
             elif issubclass(error_type, SystemExit) and self.last_checkpoint < self.step:
                 self.envs = None
@@ -261,9 +278,12 @@ class Run:
         self._print(f"  curves: tensorboard --logdir {shlex.quote(str(self.folder))}")
         self._print(f"  play:   python -m cleanmarl.enjoy {shlex.quote(str(self.folder))}")
 
+    def _take_back(self) -> None:
+        """Steps that nothing was learned from: all environments begin anew, wherever those are that have not failed."""
+        self.envs, self.step = None, max(self.last_step, self.start_step)
+
     def _save_before_error(self) -> None:
-        """An environment that died should not cost the run. Where the others are is of no use: all begin anew."""
-        self.envs = None
+        """An environment that died should not cost the run."""
         try:
             self.save()
             tell(f"saved step {self.step:,} in {self.folder} before the error below", sys.stderr)
@@ -526,7 +546,7 @@ class Run:
         """
         checkpoint: dict[str, Any] = {"format": FORMAT, "script": self.script}
         checkpoint |= {name: getattr(self, name) for name in NUMBERS}
-        checkpoint |= {"episodes": dict(self.episodes), "random": random_state()}
+        checkpoint |= {"episodes": dict(self.episodes), "unwritten": self.unwritten, "random": random_state()}
         checkpoint["modules"] = {name: module.state_dict() for name, module in self.modules.items()}
         checkpoint["parameters"] = parameter_names(self.modules)
         snapshot = getattr(self.envs, "snapshot", lambda: None)()
@@ -559,6 +579,7 @@ class Run:
         for name in NUMBERS:
             setattr(self, name, checkpoint.get(name, getattr(self, name)))
         self.episodes.update(checkpoint.get("episodes", {}))
+        self.unwritten = checkpoint.get("unwritten", {})
         self.last_checkpoint, self.playing = self.step, checkpoint.get("playing")
 
 

@@ -485,7 +485,7 @@ BY_HAND = [
     ("impala", "--env-id Pendulum-v1", "needs Discrete actions and Pendulum-v1 has Box"),
     ("mappo_continuous_action", "--env-id matrix/penalty", "has discrete actions and this script needs continuous"),
     # numbers as people write them
-    ("ppo", "--total-timesteps 1e6", "invalid literal for int() with base 10: '1e6'"),
+    ("ppo", "--total-timesteps 1e6", "invalid literal for int() with base 10: '1e6'; --help lists all flags"),
     ("ppo", "--total-timesteps 500_0000.0", "--total-timesteps"),
     ("ppo", "--gamma 0,9", "could not convert string to float: '0,9'"),
     ("ppo", "--gamma inf", "--gamma must be in [0, 1], not inf"),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -134,12 +135,29 @@ def test_without_a_compiler_it_ends_with_one_line(tmp_path):
     assert re.fullmatch(r"ppo: --compile needs a C\+\+ compiler .*No working C\+\+ compiler.*\n", result.stderr)
 
 
-def test_a_loss_that_the_compiler_cannot_compile_ends_with_one_line(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "reason, end",
+    [
+        (
+            "PassManager::run failed",
+            "cannot compile a loss of this script here (PassManager::run failed); run it without",
+        ),
+        # what torch keeps of a compilation that was killed
+        (
+            "/a/b.main.so: file too short",
+            "was killed earlier, and left /a/b.main.so unfinished: delete it and start again",
+        ),
+        ("Ctrl-C", None),
+    ],
+)
+def test_a_loss_that_the_compiler_cannot_compile_ends_with_one_line(reason, end, tmp_path, monkeypatch, capsys):
     """A backend that can do what is tried at the start and breaks at the loss, as Triton has done on a GPU."""
 
     def backend(graph, _):
         if len(graph.graph.nodes) > 10:
-            raise RuntimeError("PassManager::run failed")
+            if reason == "Ctrl-C":  # which the compiler gets as well
+                os.kill(os.getpid(), signal.SIGINT)
+            raise RuntimeError(reason)
         return graph
 
     compile_ = torch.compile
@@ -151,9 +169,15 @@ def test_a_loss_that_the_compiler_cannot_compile_ends_with_one_line(tmp_path, mo
         launch(ppo.main, ppo.Args)
     compile_losses(False, CPU)
     (folder,) = tmp_path.iterdir()
-    saved, line = capsys.readouterr().err.splitlines()[-2:]
-    assert stopped.value.code == 1 and saved.startswith(f"saved step 512 in {folder}")
-    assert re.fullmatch(r"ppo: --compile cannot compile a loss of .* \(PassManager::run failed\); run it without", line)
+    assert load_checkpoint(folder)["step"] == 0  # no step has been learned from
+    said = capsys.readouterr()
+    if end is None:
+        assert stopped.value.code == 130 and "error" not in said.err
+        assert said.out.splitlines()[-1] == f"stopped at step 0; continue with --resume {folder}"
+    else:
+        saved, line = said.err.splitlines()[-2:]
+        assert stopped.value.code == 1 and saved.startswith(f"saved step 0 in {folder}")
+        assert line == f"ppo: --compile {end}"
 
 
 ATARI = SimpleNamespace(

@@ -455,6 +455,85 @@ def test_a_final_observation_is_not_that_of_the_reset(vectors):
     assert not obs.any() and [x.min() for x in info["final_obs"]] == [3, 3]
 
 
+def test_observations_outlive_the_steps_that_follow():
+    """Or a copy that compares two of them would see no change, and what is recorded would be one row over and over."""
+    envs = make_gymnasium("CartPole-v1", 2)
+    seen = [envs.reset(seed=1)[0]]
+    kept = [seen[0].copy()]
+    for t in range(20):
+        seen.append(envs.step(np.full(2, t % 2))[0])
+        kept.append(seen[-1].copy())
+    np.testing.assert_array_equal(seen, kept)
+    assert (np.diff(seen, axis=0) != 0).any(-1).all()
+
+
+def test_episodes_that_a_wrapper_truncates_outside_of_the_statistics_are_counted():
+    """As the copies of docs/change.md have them: it changes rewards, and gives up where nothing happens any more."""
+
+    class Stagnation(gym.Wrapper):
+        def reset(self, **options):
+            self.t = 0
+            return self.env.reset(**options)
+
+        def step(self, action):
+            self.t += 1
+            obs, reward, termination, truncation, info = self.env.step(action)
+            return obs, reward / 2, termination, truncation or self.t == 9, info
+
+    envs = make_gymnasium("CartPole-v1", 2, wrappers=[gym.wrappers.RecordEpisodeStatistics, Stagnation])
+    envs.reset(seed=1)
+    ends, lengths = 0, []
+    for _ in range(60):
+        *_, termination, truncation, info = envs.step(np.arange(2))  # the pole falls after 8 to 11 steps
+        ends += (termination | truncation).sum()
+        if "_episode" in info:
+            episode = {key: values[info["_episode"]].tolist() for key, values in info["episode"].items()}
+            assert episode["l"] == episode["r"]  # of true rewards, 1 a step
+            lengths += episode["l"]
+    assert len(lengths) == ends > 8 and {*lengths} == {8, 9}
+
+
+class Talkative(gym.Env):
+    """What it says of itself is never of one kind."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (2,)), gym.spaces.Discrete(2)
+
+    def __init__(self, says, since, render_mode=None):
+        self.says, self.since = iter(says), since
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(2, np.float32), {"seen": next(self.says)} if self.since == "reset" else {}
+
+    def step(self, action):
+        self.t += 1
+        info = {"seen": next(self.says)} if self.since == "step" or self.t == 3 else {}
+        return np.zeros(2, np.float32), 0.0, self.t == 3, False, info
+
+
+@pytest.mark.parametrize("since, entry", [("reset", ""), ("step", ""), ("end", r"\['final_info'\]")])
+@pytest.mark.parametrize("says", [[np.zeros(2), np.zeros(3)], [3, None], [3, "three"]])
+def test_infos_that_cannot_be_stacked_are_told_of_in_one_line(says, since, entry):
+    says = itertools.cycle(says)  # the environments take turns
+    envs = make_gymnasium(Talkative, 2, says=says, since=since)
+    message = rf"^Talkative: info{entry}\['seen'\] is of another kind or shape in one environment than in another"
+    with pytest.raises(EnvError, match=message):
+        envs.reset(seed=1)
+        for _ in range(3):
+            envs.step(np.zeros(2, int))
+
+
+def test_other_errors_of_an_environment_stay_what_they_are():
+    class Broken(OneArray):
+        def step(self, action):
+            raise ValueError("broken")
+
+    envs = make_gymnasium(Broken, 2)
+    envs.reset(seed=1)
+    with pytest.raises(ValueError, match=r"^broken$"):
+        envs.step(np.zeros(2, int))
+
+
 def test_a_class_or_function_of_any_name_is_an_environment():
     """Those inside a function have a name that is no id of Gymnasium's."""
 

@@ -250,6 +250,36 @@ def test_a_network_that_diverges_is_told_of_with_priorities_as_without(tmp_path)
         impala_replay.main(impala_replay.Args(**flags))
 
 
+class Strict(Sick):
+    """It rejects an action that is no number, before a rollout with the observation behind it could be looked at."""
+
+    def step(self, action):
+        assert np.isfinite(action).all(), action
+        return super().step(action)
+
+
+gym.register("Strict-v0", lambda: Strict("obs", True))
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ppo_continuous_action", {"num_steps": 32, "num_minibatches": 2}),
+        ("impala_continuous_action", {"num_actors": 0, "unroll_length": 16}),
+        ("impala_continuous_action", {"num_actors": 1, "unroll_length": 16}),
+    ],
+)
+def test_the_observation_behind_an_action_that_is_none_is_named(script, flags, tmp_path, monkeypatch):
+    module = importlib.import_module(f"cleanmarl.{script}")
+    flags |= {"num_envs": 2, "eval_episodes": 0, "env_id": "test_faults:Strict-v0", "checkpoint_interval": 32}
+    monkeypatch.setattr(Sick, "number", 0)
+    with pytest.raises(NonFiniteError, match=r": the observation is nan in environment [01], and an ") as error:
+        module.main(module.Args(runs_dir=str(tmp_path), total_timesteps=2000, **flags))
+    (folder,) = tmp_path.iterdir()
+    steps = load_checkpoint(folder)["step"]
+    assert str(error.value).endswith(f"; last good checkpoint: step {steps} in {folder}")
+
+
 WORDS = {"reward": "reward", "obs": "observation"}
 ROLLOUTS = {"num_steps": 32, "num_minibatches": 2}
 

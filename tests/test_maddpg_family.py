@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import NamedTuple
 
 from cleanmarl import (
     facmac_continuous_action,
@@ -91,6 +92,26 @@ def test_a_loaded_buffer_goes_on_like_the_one_that_was_saved(script):
         batches.append(each.sample(30, CPU))
     assert all(torch.equal(a, b) for a, b in zip(*batches))
     assert not np.allclose(loaded.reward_statistics()[0], [1, 2, 3])  # old and new rewards
+
+
+def test_a_field_that_a_copy_adds_comes_back_with_the_buffer_whatever_its_length(monkeypatch):
+    """As the return of an episode, which it has once."""
+
+    class Batch(NamedTuple):
+        obs: np.ndarray
+        reward: np.ndarray
+        weight: np.ndarray
+        ep_return: np.ndarray
+
+    monkeypatch.setattr(maddpg, "Batch", Batch)
+    args = maddpg.Args()
+    buffer, loaded = maddpg.Buffer(world(3), args), maddpg.Buffer(world(3), args)
+    for T in (1, 4, 2):
+        reward = np.random.default_rng(T).random((T, 1), np.float32)
+        buffer.append(Batch(np.arange(T + 1.0), reward, np.ones_like(reward), reward.sum(0)))
+    loaded.load_state_dict(buffer.state_dict())
+    for before, after in zip(buffer.episodes, loaded.episodes, strict=True):
+        assert all(map(np.array_equal, before, after))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from cleanmarl import enjoy, ppo_atari_multigpu
 from cleanmarl.cli import UsageError
@@ -135,6 +136,34 @@ def test_all_processes_go_on_from_what_the_first_has_resumed(tmp_path):
         assert all(torch.equal(agent[key], x) for key, x in saved["agent"].items())
         for key, state in saved["optimizer"]["state"].items():
             assert all(torch.equal(optimizer["state"][key][name], x) for name, x in state.items())
+
+
+def test_what_a_copy_adds_to_checkpoints_is_the_same_in_all_processes_after_a_resume(tmp_path):
+    """A scheduler: without it the second process would begin with the first learning rate."""
+    text = Path(ppo_atari_multigpu.__file__).read_text()
+    for old, new in {
+        '    kept = {"agent": agent, "optimizer": optimizer}': (
+            "    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5**update)\n"
+            '    kept = {"agent": agent, "optimizer": optimizer, "scheduler": scheduler}'
+        ),
+        '            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)\n': "",
+        "            code = torch.zeros(": (
+            "            print(f\"rank {rank} step {run.step} lr {optimizer.param_groups[0]['lr']:.3g}\")\n"
+            "            scheduler.step()\n            code = torch.zeros("
+        ),
+    }.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    copy = tmp_path / "my_ppo.py"
+    copy.write_text(text)
+    out, _ = torchrun(tmp_path, *flags(SMALL), script=copy).communicate(timeout=120)
+    (folder,) = (tmp_path / "runs").iterdir()
+    process = torchrun(tmp_path, "--resume", folder, "--total-timesteps", 192, script=copy)
+    out += process.communicate(timeout=120)[0]
+    assert process.returncode == 0, out
+    for rank in range(2):
+        for step, rate in ((64, "0.00025"), (128, "0.000125"), (192, "6.25e-05")):
+            assert f"rank {rank} step {step} lr {rate}\n" in out, out
 
 
 def test_a_signal_saves_and_ends_all_processes(tmp_path):

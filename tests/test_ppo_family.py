@@ -96,10 +96,10 @@ def test_the_last_step_bootstraps_from_what_follows_the_rollout(name, monkeypatc
 class FloatPictures(gym.Env):
     """Frames (C, 84, 84) of numbers from 0 to 1, as a user's environment may have them."""
 
-    action_space = gym.spaces.Discrete(2)
+    action_space, size = gym.spaces.Discrete(2), 84
 
     def __init__(self, num_frames):
-        self.observation_space = gym.spaces.Box(0, 1, (num_frames, 84, 84), np.float32)
+        self.observation_space = gym.spaces.Box(0, 1, (num_frames, self.size, self.size), np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -107,6 +107,79 @@ class FloatPictures(gym.Env):
 
     def step(self, action):
         return self.np_random.random(self.observation_space.shape, np.float32), 1.0, False, False, {}
+
+
+class Impatient(gym.Wrapper):
+    """Gives up after 3 steps; around RecordEpisodeStatistics, whose episodes go on."""
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.t += 1
+        obs, reward, termination, _, info = self.env.step(action)
+        return obs, reward, termination, self.t == 3, info
+
+
+def impatient(env_id, **options):
+    """`make_envs` of a copy with that wrapper."""
+    options["wrappers"] = [gym.wrappers.RecordEpisodeStatistics, Impatient]
+    return lambda args, num_envs, **_: make_gymnasium(env_id, num_envs, **options)
+
+
+@pytest.mark.parametrize("name", [x for x in PPO if x not in COMPONENTS])
+def test_the_value_after_a_truncation_does_not_depend_on_the_statistics(name, monkeypatch, tmp_path):
+    script, rewards = importlib.import_module(f"cleanmarl.{name}"), []
+    if name in VECTORS:
+        make_envs = impatient("CartPole-v1" if "continuous" not in name else "Pendulum-v1", vectors=True)
+    else:
+        make_envs = impatient(FloatPictures, num_frames={"ppo_atari_lstm": 1, "ppo_procgen": 3}.get(name, 4))
+        if name == "ppo_procgen":
+            monkeypatch.setattr(FloatPictures, "size", 64)
+    monkeypatch.setattr(script, "make_envs", make_envs)
+    for bootstrap in (False, True):
+        _, _, _, arrays, _ = rollouts(name, monkeypatch, tmp_path / str(bootstrap), time_limit_bootstrap=bootstrap)
+        rewards.append(arrays[0].reward)
+    without, with_value = rewards
+    assert arrays[0].done.any(1).tolist() == [t % 3 == 2 for t in range(15)]
+    assert (without != with_value)[2::3].all() and (without == with_value)[0::3].all()
+
+
+@pytest.mark.parametrize("name", [*IMPALA[:2], "impala_replay", "impala_ray"])
+def test_what_a_truncated_episode_ends_in_does_not_depend_on_the_statistics(name, monkeypatch):
+    script = importlib.import_module(f"cleanmarl.{name}")
+    env_id = "CartPole-v1" if "continuous" not in name else "Pendulum-v1"
+    monkeypatch.setattr(script, "make_envs", impatient(env_id, vectors=True))
+    args = script.Args(env_id=env_id, num_envs=2, unroll_length=8)
+    player = script.Player(args, 0, 0)
+    unrolls = np.zeros(2, script.unroll_dtype(player.envs, args))
+    player.play(script.Agent(player.envs, args), unrolls)
+    assert unrolls["truncation"].sum(0).tolist() == [0, 0, 2, 0, 0, 2, 0, 0]
+    assert unrolls["final_obs"][unrolls["truncation"]].any(-1).all()
+    assert unrolls["ep_length"].sum(0).tolist() == [0, 0, 6, 0, 0, 6, 0, 0]  # and such episodes are counted
+
+
+@pytest.mark.parametrize("name", ["ppo_continuous_action", "ppo_procgen"])
+def test_all_statistics_of_an_agent_are_in_its_state(name):
+    """Those that a copy adds, too."""
+    script = importlib.import_module(f"cleanmarl.{name}")
+
+    class WithCosts(script.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.cost_stats = script.RunningMeanStd()
+
+    if name == "ppo_procgen":
+        envs = make_gymnasium(type("Small", (FloatPictures,), {"size": 64}), 2, num_frames=3)
+    else:
+        envs = make_gymnasium("Pendulum-v1", 2)
+    agent, other = WithCosts(envs, script.Args()), WithCosts(envs, script.Args())
+    agent.cost_stats.update(np.array([3.0, 5.0]))
+    agent.return_stats.update(np.array([7.0, 8.0]))
+    other.load_state_dict(agent.state_dict())
+    for stats in ("cost_stats", "return_stats"):
+        assert vars(getattr(other, stats)) == vars(getattr(agent, stats)) and getattr(other, stats).count > 2
 
 
 @pytest.mark.parametrize("name", [*VECTORS, *COMPONENTS, *IMPALA[:2], "impala_replay"])

@@ -106,11 +106,11 @@ def test_two_updates_same_seed_same_losses_resume_and_enjoy(tmp_path):
     assert losses(folder) == losses(ppo_procgen.main(args))
     checkpoint = load_checkpoint(folder)["modules"]
     assert all(torch.isfinite(x).all() for name, x in checkpoint["agent"].items() if name != "_extra_state")
-    assert checkpoint["agent"]["_extra_state"]["count"].round() == 64
+    assert checkpoint["agent"]["_extra_state"]["return"]["count"].round() == 64
 
     ppo_procgen.main(dataclasses.replace(args, resume=folder, total_timesteps=96))
     resumed = load_checkpoint(folder)["modules"]
-    assert resumed["agent"]["_extra_state"]["count"].round() == 96  # the statistics went on
+    assert resumed["agent"]["_extra_state"]["return"]["count"].round() == 96  # the statistics went on
     assert [c["optimizer"]["state"][0]["step"] for c in (checkpoint, resumed)] == [4, 6]
 
     metrics = enjoy.main(enjoy.Args(run_dir=folder, episodes=1))

@@ -1,6 +1,7 @@
 """Run management with real runs, real processes and real signals: folder, metrics, checkpoints, resume, faults."""
 
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -493,6 +494,58 @@ def test_checkpoint_restores_everything(tmp_path):
     resumed = small_run(tmp_path, {"counter": counter}, resume=run.folder)
     assert (resumed.step, resumed.num_episodes, counter.value) == (300, 12, 7)
     assert draw() == expected
+
+
+def test_a_metric_of_some_updates_comes_with_the_next_point_of_a_resumed_run_too(tmp_path):
+    """As that of an actor which learns in every second update."""
+    curves = []
+    for stops in (False, True):
+        with small_run(tmp_path / str(stops)) as run:
+            run.step = 10
+            run.log({"train/a": 1.0})
+            run.step = 11
+            run.log({"train/b": 2.0}, may_write=False)
+            if stops:
+                run.save()
+                run.events.close()
+                run.lock.close()
+                run = small_run(tmp_path / "True", resume=run.folder)
+            run.step = 30
+            run.log({"train/a": 3.0})
+            curves.append({key: points for key, points in scalars(run.folder).items() if key.startswith("train/")})
+    assert curves[0] == curves[1] == {"train/a": [(10, 1.0), (30, 3.0)], "train/b": [(30, 2.0)]}
+
+
+@pytest.mark.parametrize("name", ["ppo", "mappo", "vdn", "impala"])
+def test_steps_of_an_update_that_fails_are_taken_once_more(name, tmp_path, monkeypatch):
+    """Else a run would end without having learned from them, and one that always fails would be done."""
+    script = importlib.import_module(f"cleanmarl.{name}")
+    updates, update = [], script.update
+
+    def fails_once(*inputs):
+        updates.append(inputs)
+        if len(updates) == 3:
+            raise RuntimeError("an update failed")
+        return update(*inputs)
+
+    monkeypatch.setattr(script, "update", fails_once)
+    flags = {"total_timesteps": 800, "num_envs": 4, "eval_episodes": 0, "runs_dir": str(tmp_path)}
+    flags |= {"ppo": {"num_steps": 25}, "mappo": {"num_steps": 25}}.get(name, {})
+    flags |= {"batch_size": 4} if name == "vdn" else {}
+    flags |= {"num_actors": 0, "unroll_length": 25, "updates_per_collect": 1} if name == "impala" else {}
+    with pytest.raises(RuntimeError, match="an update failed"):
+        script.main(script.Args(**flags))
+    (folder,) = tmp_path.iterdir()
+    failed_at = load_checkpoint(folder)["step"]
+    num_steps = load_checkpoint(folder)["modules"]["optimizer"]["state"][0]["step"]
+    assert num_steps > 0
+    del updates[3:]
+    script.main(script.Args(**flags | {"resume": folder}))
+    whole = script.main(script.Args(**flags | {"runs_dir": str(tmp_path / "whole")}))
+    steps = [load_checkpoint(x)["modules"]["optimizer"]["state"][0]["step"] for x in (folder, whole)]
+    # of the updates of a round that off-policy scripts take, some were taken before one failed
+    assert (steps[0] >= steps[1] if name == "vdn" else steps[0] == steps[1]) and steps[1] > num_steps
+    assert failed_at < load_checkpoint(folder)["step"]
 
 
 def test_numbers_of_numpy_come_back_from_a_checkpoint(tmp_path):

@@ -360,21 +360,65 @@ class GameStatistics(gym.vector.VectorWrapper):
         return *transition, info | {key: final_info[key] for key in ("episode", "_episode") if key in final_info}
 
 
-class IndependentSeeds(gym.vector.VectorWrapper):
-    """Seeds of `env_seeds`. Gymnasium's own, seed + i, give environment i of a run to the next run as i - 1."""
+class Stacked(gym.vector.VectorWrapper):
+    """Seeds of `env_seeds`, and one line for two errors whose cause is elsewhere.
+
+    Gymnasium's own seeds, seed + i, give environment i of a run to the next run as i - 1.
+    """
+
+    def __init__(self, envs: gym.vector.VectorEnv, env_id: str):
+        super().__init__(envs)
+        self.env_id = env_id
+        self.obs: Any = None  # the latest
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         seeds: Any = None if seed is None else env_seeds(seed, self.num_envs)  # a list, which its reset takes too
-        return self.env.reset(seed=seeds, options=options)
+        try:
+            self.obs, info = self.env.reset(seed=seeds, options=options)
+        except (TypeError, ValueError) as error:
+            self.check_infos(error)
+            raise
+        return self.obs, info
+
+    def step(self, actions):
+        try:
+            self.obs, *rest = self.env.step(actions)
+        except Exception as error:
+            self.check_infos(error)
+            self.check_numbers(actions, error)
+            raise
+        return self.obs, *rest
+
+    def check_numbers(self, actions: np.ndarray, error: Exception) -> None:
+        """NonFiniteError if an action was NaN or infinite since an observation was: the environment rejects the one."""
+        if isinstance(self.obs, np.ndarray) and not np.isfinite(actions).all() and not np.isfinite(self.obs).all():
+            from cleanmarl.finite import NonFiniteError  # here, since that module needs this one
+
+            n, *place = np.argwhere(~np.isfinite(self.obs))[0]
+            what = f"the observation is {self.obs[n, *place]} in environment {n}, and an action after it is no number"
+            raise NonFiniteError(f"{self.env_id}: {what}") from error
+
+    def check_infos(self, error: Exception) -> None:
+        """EnvError if it was raised where Gymnasium makes one array of an entry of all environments' infos."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        keys = [frame.f_locals.get("key") for frame in frames if frame.f_code.co_name == "_add_info"]  # the inner last
+        if keys:
+            entry = "".join(f"[{key!r}]" for key in keys)
+            what = f"info{entry} is of another kind or shape in one environment than in another, or than before"
+            raise EnvError(f"{self.env_id}: {what} ({error})") from error
 
 
 class OwnFinal(gym.Wrapper):
-    """Copies the last observation of an episode: an environment may write that of the reset into the same array."""
+    """Copies the last observation of an episode: an environment may write that of the reset into the same array.
+
+    Says what an episode was worth that a wrapper around RecordEpisodeStatistics truncates.
+    """
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
         is_box = isinstance(env.observation_space, gym.spaces.Box)
         self.shape, self.dtype = (env.observation_space.shape, env.observation_space.dtype) if is_box else (None, None)
+        self.recorder: Any = recorder(env)
 
     def without_statistics(self, info: dict[str, Any]) -> dict[str, Any]:
         """Without what the environment calls as those are called which come where an episode ends."""
@@ -406,6 +450,11 @@ class OwnFinal(gym.Wrapper):
         self.check("step", obs)
         if termination or truncation:
             obs = copy.deepcopy(obs)
+            if truncation and self.recorder is not None and "episode" not in info:
+                recorder = self.recorder
+                seconds = time.perf_counter() - recorder.episode_start_time
+                episode = {"r": recorder.episode_returns, "l": recorder.episode_lengths, "t": round(seconds, 6)}
+                info = {**info, "episode": episode}
         elif info:
             info = self.without_statistics(info)
         return obs, reward, termination, truncation, info
@@ -517,8 +566,8 @@ def make_gymnasium(
     all. With `vectors` observations are (N, D): Box ones are flattened, Discrete ones one-hot, pictures refused.
     `wrappers` are applied to each environment after that, in order; if one of them is Gymnasium's
     RecordEpisodeStatistics, the statistics are what it sees. `options` (`render_mode`, ...) go to the environment's
-    constructor. The observation array is reused: copy what must outlive the next step. Raises EnvError with one line
-    for an unknown id (naming near ones), a missing package, or spaces that the script cannot take.
+    constructor. Raises EnvError with one line for an unknown id (naming near ones), a missing package, or spaces that
+    the script cannot take.
     """
     if num_envs < 1:
         raise EnvError(f"num_envs must be at least 1, not {num_envs}")
@@ -558,7 +607,7 @@ def make_gymnasium(
                 spec,
                 num_envs,
                 vectorization_mode="sync",
-                vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False},
+                vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
                 wrappers=[*needed, *wrappers, OwnFinal],
                 disable_env_checker=True,
                 **options,
@@ -577,16 +626,14 @@ def make_gymnasium(
         near = difflib.get_close_matches(env_id, gym.registry, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise EnvError(f"unknown environment {env_id!r}{hint}") from error
-    record = GameStatistics if counts_games(envs.envs[0]) else gym.wrappers.vector.RecordEpisodeStatistics
-    return record(IndependentSeeds(envs))
+    record = GameStatistics if recorder(envs.envs[0]) else gym.wrappers.vector.RecordEpisodeStatistics
+    return record(Stacked(envs, env_id))
 
 
-def counts_games(env: gym.Env) -> bool:
-    """Whether a wrapper of `env` counts its returns already, as those of games do before lives and clipped rewards."""
+def recorder(env: gym.Env) -> gym.wrappers.RecordEpisodeStatistics | None:
+    """The wrapper of `env` that counts its returns already, as those of games do before lives and clipped rewards."""
     while isinstance(env, gym.Wrapper):
         if isinstance(env, gym.wrappers.RecordEpisodeStatistics):
-            return True
-        if isinstance(env, gym.wrappers.TimeLimit):  # of an episode that it ends, none inside of it would tell
-            return False
+            return env
         env = env.env
-    return False
+    return None
