@@ -323,7 +323,7 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def summary(data: pd.DataFrame) -> pd.DataFrame:
-    """Over the seeds: CURVE, seeds, metric, step, cpu_seconds, wall_seconds, mean, low, high.
+    """Over the seeds: CURVE, seeds, metric, step, least_step, cpu_seconds, wall_seconds, mean, low, high.
 
     Data of which the seeds were not kept are so already (see data/README.md).
     """
@@ -335,6 +335,7 @@ def summary(data: pd.DataFrame) -> pd.DataFrame:
         times = ("cpu_seconds", "wall_seconds")  # of those seeds of which they are known
         table = {name: pd.DataFrame([run[name].to_numpy() for run in seeds]).mean() for name in times}
         table["step"] = np.max([run.step for run in seeds], axis=0)
+        table["least_step"] = np.min([run.step for run in seeds], axis=0)
         table["mean"], table["low"], table["high"] = interval(np.stack([run.value for run in seeds]))
         about = {"env_id": env_id, "script": script, "settings": settings, "seeds": len(seeds), "metric": metric}
         tables.append(pd.DataFrame(about | table))
@@ -356,10 +357,9 @@ def normalised(data: pd.DataFrame) -> pd.DataFrame:
     runs = data[[*CURVE, "seed"]].drop_duplicates()
     final = data[data.metric == FINAL[1]]
     final = final if len(final) == len(runs) else data[data.metric == FINAL[0]]
-    final = final.merge(known, left_on="env_id", right_index=True)
-    names = curve_names(final)
+    final = final.assign(curve=curve_names(data)[final.index]).merge(known, left_on="env_id", right_index=True)
     score = (final.value - final.random) / (final.best - final.random)
-    return pd.DataFrame({"env_id": final.env_id, "curve": names, "seed": final.seed, "score": score})
+    return pd.DataFrame({"env_id": final.env_id, "curve": final.curve, "seed": final.seed, "score": score})
 
 
 def iqm(scores: pd.DataFrame) -> tuple[float, float, float]:
@@ -412,6 +412,17 @@ def curve_names(data: pd.DataFrame) -> pd.Series:
     return pd.Series(names, data.index, dtype=object)
 
 
+def stopped_words(rows: pd.DataFrame) -> str:
+    """Of the final rows of a curve: after how many of which steps its seeds, or some of them, were stopped, or ""."""
+    planned = rows[rows.metric == PLANNED]
+    if planned.empty:
+        return ""
+    least, most = rows[rows.metric.isin([*FINAL, PLANNED])].get("least_step", rows.step).min(), rows.step.max()
+    steps = f"{least:,.0f} to {most:,.0f}" if least < most else f"{most:,.0f}"
+    some = f"{planned.seeds.max()} " if planned.seeds.max() < rows.seeds.max() else ""
+    return f"{steps} of {planned['mean'].max():,.0f}, {some}stopped"
+
+
 def number(value: float, scale: float | None = None) -> str:
     return f"{value:.{1 if abs(value if scale is None else scale) >= 10 else 2}f}"
 
@@ -431,8 +442,7 @@ def final_table(data: pd.DataFrame, note: str = "") -> str:
             cells = [number(scores[name]) if name in scores else "" for name in names]
             lines.append(f"| {env_id} | *{label}* | | | | {' | '.join(cells)} | |")
         for (script, settings), rows in of_env.groupby(["script", "settings"], dropna=False):
-            planned = rows[rows.metric == PLANNED]
-            steps = f"{rows.step.max():,.0f}" + (f" of {planned['mean'].max():,.0f}, stopped" if len(planned) else "")
+            steps = stopped_words(rows) or f"{rows.step.max():,.0f}"
             settings = settings if isinstance(settings, str) else note.partition(";")[0]
             settings = f"`{settings}`" if settings.startswith("--") else settings
             cells = [env_id, script, settings, f"{rows.seeds.max()}", steps]
@@ -493,7 +503,10 @@ def caption(data: pd.DataFrame, figure: dict[str, str], were_kept: bool, has_pro
     if has_profile:
         parts.append("Last panel: the share of runs above a normalised score, 0 random, 1 the best known")
     stopped = data.assign(curve=curve_names(data))[data.metric == PLANNED]
-    parts += [f"Stopped after {x.step:,.0f} of {x.mean:,.0f} steps: {x.curve}" for x in stopped.itertuples()]
+    for x in stopped.itertuples():
+        least = getattr(x, "least_step", x.step)
+        steps = f"{least:,.0f} to {x.step:,.0f}" if least < x.step else f"{x.step:,.0f}"
+        parts.append(f"Stopped after {steps} of {x.mean:,.0f} steps: {x.curve}")
     parts += [f"Commands: `{figure['command']}`"] if figure["command"] else []
     return ". ".join(part[0].upper() + part[1:] for part in parts) + ".\n"
 
@@ -616,13 +629,19 @@ def page_data(folder: Path) -> dict[str, Any]:
             settings = settings if isinstance(settings, str) else note
             curve = {"script": script, "settings": settings, "figure": name, "metric": figure["tag"]}
             curve |= {"seeds": int(rows.seeds.max())}
+            if len(points) and points.seeds.max() < rows.seeds.max():
+                curve["drawn"] = int(points.seeds.max())
             for column in ("step", "cpu_seconds", "wall_seconds", "mean", "low", "high"):
                 values = points[column] if column in points else pd.Series(dtype=float)
                 curve[column] = None if values.isna().all() else [float(f"{x:.5g}") for x in values]
-            for metric in [*FINAL, PLANNED]:
+            for metric in FINAL:
                 final = rows[rows.metric == metric]
                 numbers = final[["mean", "low", "high"]][:1].to_numpy().ravel()
                 curve[metric] = [float(f"{x:.5g}") for x in numbers if not np.isnan(x)]
+                if len(final) and final.seeds.max() < rows.seeds.max():
+                    curve[f"{metric}, seeds"] = int(final.seeds.max())
+            if words := stopped_words(rows):
+                curve["stopped"] = words
             late = rows[rows.metric == figure["tag"] + LATE][["mean", "low", "high"]][:1].to_numpy().ravel()
             curve["late"] = [float(f"{x:.5g}") for x in late if not np.isnan(x)]
             curve["steps"] = float(rows.step.max())

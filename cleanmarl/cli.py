@@ -394,14 +394,19 @@ def parse(args_class: type, argv: list[str], script: str) -> Any:
         check(args.eval_episodes > 0 or not args.eval_interval, "--eval-interval does nothing with --eval-episodes 0")
         return args
     folder = run_folder(args.resume)
-    stored, given = load_args(args_class, folder, script), read_run(folder)["args"]
-    args = read_flags(args_class, argv, default=stored)
+    args = read_flags(args_class, argv, default=load_args(args_class, folder, script))
+    check_resumed(args, folder, script)
+    return args
+
+
+def check_resumed(args: Any, folder: Path, script: str) -> None:
+    """UsageError if `args` would change what the run in `folder`, which goes on with them, learns."""
+    stored, given = load_args(type(args), folder, script), read_run(folder)["args"]
     for field in dataclasses.fields(args):
         new, old = getattr(args, field.name), getattr(stored, field.name)
         has = f"has {old}" if field.name in given else f"was begun without it, as {old}"
         message = f"{flag(field.name)} {new} would change the learning of the run to resume, which {has}"
         check(new == old or field.name in RESUME_MAY_CHANGE, message)
-    return args
 
 
 def launch(main: Callable[[Any], Any], args_class: type) -> None:

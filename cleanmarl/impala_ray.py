@@ -330,13 +330,14 @@ def main(args: Args) -> Path | None:
 
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    with Run(args, __file__, agent=agent, optimizer=optimizer) if rank == 0 else Follower() as run:
+    kept = {"agent": agent, "optimizer": optimizer}  # in checkpoints, and the same for all learners after a resume
+    with Run(args, __file__, **kept) if rank == 0 else Follower() as run:
         if world_size > 1:  # what the first learner has resumed
-            states = [run.step, agent.state_dict(), optimizer.state_dict()]
+            states = [run.step, *(x.state_dict() for x in kept.values())]
             dist.broadcast_object_list(states, device=device)
             run.step = states[0]
-            agent.load_state_dict(states[1])
-            optimizer.load_state_dict(states[2])
+            for x, state in zip(kept.values(), states[1:]):
+                x.load_state_dict(state)
         with RayActors(ray, Player, args, agent, dtype, run.step, rank, world_size) as actors:
             gathered = np.zeros(0, dtype)  # not learned from yet
             while run.step + slot_size <= args.total_timesteps:

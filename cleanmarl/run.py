@@ -49,6 +49,7 @@ from cleanmarl.cli import (
     RunError,
     UsageError,
     check,
+    check_resumed,
     compiler_error,
     flag,
     import_optional,
@@ -178,6 +179,7 @@ class Run:
     def _resume_folder(self, on_error: ExitStack) -> None:
         path, total = Path(self.args.resume), self.args.total_timesteps
         self.folder = run_folder(path)
+        check_resumed(self.args, self.folder, self.script)  # from Python; of a command line that has been done
         stored = load_args(type(self.args), self.folder, self.script)
         try:
             if not (self.folder / "lock").exists():

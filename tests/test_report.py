@@ -337,7 +337,61 @@ def test_runs_that_were_stopped_are_marked(published, capsys):
     assert "Stopped after 512 of 1,000 steps: stopped." in Path(f"{out}.md").read_text()
     page = (out.parent / "report.html").read_text()
     data = json.loads(re.search(r"^const DATA = (.*);$", page, re.MULTILINE)[1])
-    assert data["CartPole-v1"]["curves"][0]["planned steps"] == [1000]
+    assert data["CartPole-v1"]["curves"][0]["stopped"] == "512 of 1,000, stopped"
+
+
+def training(end):
+    """Points of training up to step `end`, with as many episodes as a last result is made of."""
+    steps = range(500, end + 1, 500)
+    return {report.RETURN: [(step, 1.0) for step in steps], report.NUM_EPISODES: [(step, step) for step in steps]}
+
+
+def page_curves(folder, env_id="CartPole-v1"):
+    text = (folder / "report.html").read_text()
+    return json.loads(re.search(r"^const DATA = (.*);$", text, re.MULTILINE)[1])[env_id]["curves"]
+
+
+def test_it_is_said_how_many_of_the_seeds_were_stopped_and_where(tmp_path):
+    """A table said `10,000 of 10,000, stopped` of three seeds, of which one was stopped at 2,500."""
+    for script, ends in (("some", (2500, 10_000, 10_000)), ("all", (2500, 6500))):
+        for seed, end in enumerate(ends, start=1):
+            folder = tmp_path / "runs" / f"{script}{seed}"
+            args = {"script": script, "seed": seed, "total_timesteps": 10_000}
+            write_run(folder, training(end), **args)
+            if end < 10_000:
+                (folder / "done.json").unlink()
+    out = tmp_path / "docs" / "a"
+    report.main(report.Args([tmp_path / "runs"], out=out, unfinished=True))
+    text = Path(f"{out}.md").read_text()
+    assert "| some |  | 3 | 2,500 to 10,000 of 10,000, 1 stopped |" in text
+    assert "| all |  | 2 | 2,500 to 6,500 of 10,000, stopped |" in text
+    assert "Stopped after 2,500 of 10,000 steps: some." in text
+    assert "Stopped after 2,500 to 6,500 of 10,000 steps: all." in text
+    stopped = {curve["script"]: curve["stopped"] for curve in page_curves(out.parent)}
+    assert stopped["some"] == "2,500 to 10,000 of 10,000, 1 stopped"
+
+
+def test_the_page_counts_the_seeds_that_it_draws(tmp_path):
+    for seed in (1, 2, 3):
+        curves = training(1000) | ({report.EVAL: [(500, 5.0), (1000, 7.0)]} if seed < 3 else {})
+        write_run(tmp_path / "runs" / f"{seed}", curves, seed=seed)
+    out = tmp_path / "docs" / "a"
+    report.main(report.Args([tmp_path / "runs"], out=out, tag=report.EVAL))
+    (curve,) = page_curves(out.parent)
+    assert (curve["seeds"], curve["drawn"], curve[f"{report.FINAL[1]}, seeds"]) == (3, 2, 2)
+    assert f"{report.FINAL[0]}, seeds" not in curve
+
+
+def test_curves_have_one_name_in_figure_and_profile(tmp_path):
+    """Other flags in an environment without yardsticks gave them another one in the profile: a KeyError."""
+    for script in ("ppo", "impala"):
+        for env_id in ("CartPole-v1", "Acrobot-v1"):
+            for seed in (1, 2):
+                folder = tmp_path / f"{script}{env_id}{seed}"
+                write_run(folder, training(1000), script=script, seed=seed, env_id=env_id)
+    write_run(tmp_path / "other", training(1000), script="ppo", env_id="Taxi-v3", learning_rate=0.1)
+    report.main(report.Args([tmp_path], out=tmp_path / "docs" / "a"))
+    assert "interquartile mean" in (tmp_path / "docs" / "a.md").read_text()
 
 
 def test_battles_have_their_last_evaluation_beside_the_training(tmp_path, capsys):

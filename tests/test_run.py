@@ -516,6 +516,20 @@ def test_a_metric_of_some_updates_comes_with_the_next_point_of_a_resumed_run_too
     assert curves[0] == curves[1] == {"train/a": [(10, 1.0), (30, 3.0)], "train/b": [(30, 2.0)]}
 
 
+def test_a_resume_from_python_changes_no_learning_either(tmp_path):
+    """It took the arguments of now for those of the run, and wrote them into args.json."""
+    flags = {"num_envs": 2, "num_steps": 16, "eval_episodes": 0, "runs_dir": str(tmp_path)}
+    folder = ppo.main(ppo.Args(total_timesteps=64, gamma=0.5, **flags))
+    stored = (folder / "args.json").read_text()
+    with pytest.raises(
+        UsageError, match=r"^--gamma 0\.99 would change the learning of the run to resume, which has 0\.5$"
+    ):
+        ppo.main(ppo.Args(resume=folder, total_timesteps=128, **flags))
+    assert (folder / "args.json").read_text() == stored and (folder / "done.json").exists()
+    ppo.main(ppo.Args(resume=folder, total_timesteps=128, gamma=0.5, checkpoint_interval=7, **flags))
+    assert load_checkpoint(folder)["step"] == 128
+
+
 @pytest.mark.parametrize("name", ["ppo", "mappo", "vdn", "impala"])
 def test_steps_of_an_update_that_fails_are_taken_once_more(name, tmp_path, monkeypatch):
     """Else a run would end without having learned from them, and one that always fails would be done."""
