@@ -472,7 +472,7 @@ def test_buffer_is_saved_and_goes_on_after_loading():
     args = maddpg.Args(individual_critics=True, buffer_size=50, normalize_reward=True)
     buffer, _ = recorded(maddpg, world(3), args, 20)
     state, lengths = buffer.state_dict(), [len(episode.reward) for episode in buffer.episodes]
-    assert state["lengths"].tolist() == lengths and len(set(lengths)) > 1
+    assert state["lengths"][:, maddpg.Batch._fields.index("reward")].tolist() == lengths and len(set(lengths)) > 1
     assert len(state["reward"]) == sum(lengths) and len(state["obs"]) == sum(lengths) + len(lengths)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in state.values())  # torch.save writes whole storages
     other, empty = maddpg.Buffer(world(3), args), maddpg.Buffer(world(3), args)
