@@ -148,7 +148,8 @@ def test_what_a_copy_adds_to_checkpoints_is_the_same_in_all_processes_after_a_re
         ),
         '            optimizer.param_groups[0]["lr"] = args.learning_rate * (remaining if args.anneal_lr else 1)\n': "",
         "            code = torch.zeros(": (
-            "            print(f\"rank {rank} step {run.step} lr {optimizer.param_groups[0]['lr']:.3g}\\n\", end='', flush=True)\n"
+            "            rate = optimizer.param_groups[0]['lr']\n"
+            "            print(f'rank {rank} step {run.step} lr {rate:.3g}\\n', end='', flush=True)\n"
             "            scheduler.step()\n            code = torch.zeros("
         ),
     }.items():
