@@ -53,10 +53,11 @@ $PYTHON benchmark/report.py runs/ppo_selfplay --tag eval/elo --out docs/results/
 $PYTHON benchmark/report.py runs/ppo_selfplay_othello --tag eval/elo --out docs/results/ppo_selfplay_othello \
     --note "the defaults with --bf16 on; $results" --command benchmark/ppo.sh
 
-# days on two cores; a run goes on from its checkpoint if it is started again. Pong: the settings of CleanRL's "Pong in 5 minutes"
-$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 \
+# days on two cores; a run goes on from its checkpoint if it is started again. Pong: the settings of CleanRL's "Pong in 5 minutes"; the
+# published first seed was without --bf16 and was stopped
+$PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids Pong-v5 --num-seeds 2 \
     --workers 1 --runs-dir runs/ppo_atari_envpool_pong -- \
-    --total-timesteps 4000000 --clip-coef 0.2 --num-envs 16 --num-minibatches 8 --update-epochs 3
+    --total-timesteps 4000000 --clip-coef 0.2 --num-envs 16 --num-minibatches 8 --update-epochs 3 --bf16 on
 $PYTHON benchmark/report.py runs/ppo_atari_envpool_pong --unfinished --out docs/results/ppo_atari_envpool_pong \
     --note "the settings of CleanRL's \"Pong in 5 minutes\"" --command benchmark/ppo.sh
 # CleanRL's defaults: many hours of a core for a seed
