@@ -391,7 +391,8 @@ class Stacked(gym.vector.VectorWrapper):
 
     def check_numbers(self, actions: np.ndarray, error: Exception) -> None:
         """NonFiniteError if an action was NaN or infinite since an observation was: the environment rejects the one."""
-        if isinstance(self.obs, np.ndarray) and not np.isfinite(actions).all() and not np.isfinite(self.obs).all():
+        floats = [x for x in (actions, self.obs) if isinstance(x, np.ndarray) and x.dtype.kind == "f"]
+        if [np.isfinite(x).all() for x in floats] == [False, False]:
             from cleanmarl.finite import NonFiniteError  # here, since that module needs this one
 
             n, *place = np.argwhere(~np.isfinite(self.obs))[0]
@@ -451,9 +452,9 @@ class OwnFinal(gym.Wrapper):
         if termination or truncation:
             obs = copy.deepcopy(obs)
             if truncation and self.recorder is not None and "episode" not in info:
-                recorder = self.recorder
-                seconds = time.perf_counter() - recorder.episode_start_time
-                episode = {"r": recorder.episode_returns, "l": recorder.episode_lengths, "t": round(seconds, 6)}
+                counted = self.recorder
+                seconds = time.perf_counter() - counted.episode_start_time
+                episode = {"r": counted.episode_returns, "l": counted.episode_lengths, "t": round(seconds, 6)}
                 info = {**info, "episode": episode}
         elif info:
             info = self.without_statistics(info)
