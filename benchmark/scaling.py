@@ -58,7 +58,7 @@ def agents(steps: int, repeats: int) -> pd.DataFrame:
 
 
 def microseconds(command: str, steps: int, seed: int) -> float:
-    """CPU time of a step: what a run takes longer than one of a quarter of its steps. A busy machine changes little."""
+    """CPU time of a step: what a run takes longer than one of a quarter of its steps."""
     taken = []
     for n in (steps // 4, steps):
         with tempfile.TemporaryDirectory() as tmp:
