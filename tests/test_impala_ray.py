@@ -289,13 +289,19 @@ def test_an_environment_that_raises_ends_the_run_and_deaths_in_a_row_too(cluster
     assert not ray.is_initialized()
 
 
-def test_two_learners_with_torchrun(cluster, tmp_path):
-    flags = SMALL | {"num_actors": 1, "total_timesteps": 1280, "address": cluster.address, "runs_dir": tmp_path}
+def torchrun(script, **flags) -> str:
+    """What two learners print."""
     flags = [str(x) for key, value in flags.items() for x in (f"--{key.replace('_', '-')}", value)]
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", impala_ray.__file__, *flags]
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_two_learners_with_torchrun(cluster, tmp_path):
+    flags = SMALL | {"num_actors": 1, "total_timesteps": 1280, "address": cluster.address, "runs_dir": tmp_path}
+    torchrun(impala_ray.__file__, **flags)
     (folder,) = tmp_path.iterdir()
     checkpoint = load_checkpoint(folder)
     assert checkpoint["step"] == 1280 and checkpoint["modules"]["optimizer"]["state"][0]["step"] == 10  # 128 steps each
@@ -337,3 +343,33 @@ def test_without_ray(tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert stopped.value.code == 2 and not out and not list(tmp_path.iterdir())
     assert err.startswith("impala_ray: impala_ray.py needs the package ray: ") and err.count("\n") == 1
+
+
+def test_what_a_copy_adds_to_checkpoints_is_the_same_for_all_learners_after_a_resume(cluster, tmp_path):
+    """A scheduler: without it the second learner would begin with the first learning rate."""
+    text = Path(impala_ray.__file__).read_text()
+    for old, new in {
+        '    kept = {"agent": agent, "optimizer": optimizer}': (
+            "    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5**update)\n"
+            '    kept = {"agent": agent, "optimizer": optimizer, "scheduler": scheduler}'
+        ),
+        '                optimizer.param_groups[0]["lr"] = args.learning_rate * (': "                _ = (",
+        "                    num_updates += args.updates_per_collect\n": (
+            "                    num_updates += args.updates_per_collect\n"
+            "                    rate = optimizer.param_groups[0]['lr'] / args.learning_rate\n"
+            "                    print(f'rank {rank} step {run.step} lr {rate:.4g}\\n', end='', flush=True)\n"
+            "                    scheduler.step()\n"
+        ),
+    }.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    copy = tmp_path / "my_impala.py"
+    copy.write_text(text)
+    runs = tmp_path / "runs"
+    flags = SMALL | {"num_actors": 1, "address": cluster.address, "runs_dir": runs}
+    out = torchrun(copy, **flags | {"total_timesteps": 256})
+    (folder,) = runs.iterdir()
+    out += torchrun(copy, total_timesteps=384, resume=folder)
+    for rank in range(2):
+        for step, rate in ((128, 1), (256, 0.5), (384, 0.25)):
+            assert f"rank {rank} step {step} lr {rate}\n" in out, out
