@@ -346,7 +346,7 @@ def test_without_ray(tmp_path, monkeypatch, capfd):
 
 
 def test_what_a_copy_adds_to_checkpoints_is_the_same_for_all_learners_after_a_resume(cluster, tmp_path):
-    """A scheduler: without it the second learner would begin with the first learning rate."""
+    """A scheduler: that of the second learner would begin anew, with its second update after the resume."""
     text = Path(impala_ray.__file__).read_text()
     for old, new in {
         '    kept = {"agent": agent, "optimizer": optimizer}': (
@@ -369,7 +369,7 @@ def test_what_a_copy_adds_to_checkpoints_is_the_same_for_all_learners_after_a_re
     flags = SMALL | {"num_actors": 1, "address": cluster.address, "runs_dir": runs}
     out = torchrun(copy, **flags | {"total_timesteps": 256})
     (folder,) = runs.iterdir()
-    out += torchrun(copy, total_timesteps=384, resume=folder)
+    out += torchrun(copy, total_timesteps=512, resume=folder)
     for rank in range(2):
-        for step, rate in ((128, 1), (256, 0.5), (384, 0.25)):
+        for step, rate in ((128, 1), (256, 0.5), (384, 0.25), (512, 0.125)):
             assert f"rank {rank} step {step} lr {rate}\n" in out, out

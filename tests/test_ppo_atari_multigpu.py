@@ -139,7 +139,7 @@ def test_all_processes_go_on_from_what_the_first_has_resumed(tmp_path):
 
 
 def test_what_a_copy_adds_to_checkpoints_is_the_same_in_all_processes_after_a_resume(tmp_path):
-    """A scheduler: without it the second process would begin with the first learning rate."""
+    """A scheduler: that of the second process would begin anew, with its second update after the resume."""
     text = Path(ppo_atari_multigpu.__file__).read_text()
     for old, new in {
         '    kept = {"agent": agent, "optimizer": optimizer}': (
@@ -159,11 +159,11 @@ def test_what_a_copy_adds_to_checkpoints_is_the_same_in_all_processes_after_a_re
     copy.write_text(text)
     out, _ = torchrun(tmp_path, *flags(SMALL), script=copy).communicate(timeout=120)
     (folder,) = (tmp_path / "runs").iterdir()
-    process = torchrun(tmp_path, "--resume", folder, "--total-timesteps", 192, script=copy)
+    process = torchrun(tmp_path, "--resume", folder, "--total-timesteps", 256, script=copy)
     out += process.communicate(timeout=120)[0]
     assert process.returncode == 0, out
     for rank in range(2):
-        for step, rate in ((64, "0.00025"), (128, "0.000125"), (192, "6.25e-05")):
+        for step, rate in ((64, "0.00025"), (128, "0.000125"), (192, "6.25e-05"), (256, "3.13e-05")):
             assert f"rank {rank} step {step} lr {rate}\n" in out, out
 
 
