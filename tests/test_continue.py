@@ -21,6 +21,7 @@ from cleanmarl.cli import UsageError
 from cleanmarl.envs import make
 from cleanmarl.run import NonFiniteError, Run, load_checkpoint
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -135,6 +136,35 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(name, family, toy, tmp_pa
     train(name, dataclasses.replace(args, resume=folder))
     assert difference(state(whole), state(folder)) is None
     assert logged(whole) == logged(folder)
+
+
+class Shaped(gym.vector.VectorWrapper):
+    """Another reward, by a wrapper of Gymnasium that does what docs/change.md asks of one around many agents."""
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def step(self, actions):
+        obs, reward, *rest = self.env.step(actions)
+        return obs, reward - 0.1 * np.abs(obs[..., 0]), *rest
+
+
+@pytest.mark.parametrize("name", ["vdn", "maddpg", "mappo", "coma_lstm"])
+def test_environments_in_a_wrapper_of_gymnasium_go_on_where_they_stopped(name, tmp_path, monkeypatch):
+    page = (FOLDER.parent / "docs" / "change.md").read_text()
+    assert "`def __getattr__(self, name): return getattr(self.env, name)`" in page
+    script = importlib.import_module(f"cleanmarl.{name}")
+    plain = train(name, args := arguments(name, env_id(name, "mpe"), tmp_path))
+    make_envs = script.make_envs
+    monkeypatch.setattr(script, "make_envs", lambda *how, **options: Shaped(make_envs(*how, **options)))
+    whole = train(name, args)
+    stop(monkeypatch, 110, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        train(name, args)
+    (folder,) = set(tmp_path.iterdir()) - {plain, whole}
+    train(name, dataclasses.replace(args, resume=folder))
+    assert difference(state(whole), state(folder)) is None and logged(whole) == logged(folder)
+    assert difference(state(whole), state(plain)) is not None
 
 
 GROUP = "list(agent.critic.parameters())"

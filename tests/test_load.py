@@ -23,6 +23,7 @@ SMALL = {
     "mappo": {"total_timesteps": 400, "num_envs": 4},
     "mappo_lstm": {"total_timesteps": 400, "num_envs": 4},
     "qmix": {"total_timesteps": 400, "batch_size": 2},
+    "vdn_lstm": {"total_timesteps": 400, "batch_size": 2},
     "mappo_continuous_action": {"total_timesteps": 400, "num_envs": 4},
     "masac_continuous_action": {"total_timesteps": 400, "num_envs": 4, "batch_size": 2},
     "ppo_selfplay": {"total_timesteps": 512, "num_envs": 4, "num_steps": 64},
@@ -149,6 +150,22 @@ def test_a_recurrent_actor_can_be_traced_with_its_memory(train):
     (logits, after), (expected, expected_after) = traced(x, memory + 0.5), actor(x, memory + 0.5)
     torch.testing.assert_close(logits, expected)
     torch.testing.assert_close(after, expected_after)
+
+
+def test_values_with_a_memory_are_those_of_the_page(train):
+    """What an agent did last stands behind what it sees; both episodes begin with nothing."""
+    policy = cleanmarl.load(train("vdn_lstm"), num_envs=2)
+    q_network, envs = policy.agent.q_network, policy.envs
+    (obs, info), done, (A, K) = envs.reset(seed=3), np.ones(2, bool), envs.real_actions.shape
+    for step in range(2 * 25):
+        if step % 25 == 0:
+            memory, last_action = torch.zeros(2, A, q_network.memory_size), np.zeros((2, A, K), np.float32)
+        q, memory = q_network(torch.from_numpy(np.concatenate([obs, last_action], axis=-1)), memory)
+        action = np.where(info["action_mask"], q.detach().numpy(), -np.inf).argmax(-1)
+        np.testing.assert_array_equal(action, policy(obs, info, done))
+        last_action = np.eye(K, dtype=np.float32)[action]
+        obs, _, termination, truncation, info = envs.step(action)
+        done = termination | truncation
 
 
 def test_a_policy_keeps_no_graph_of_what_it_has_seen(train):
