@@ -77,6 +77,8 @@ def cross_play(policies: dict[str, list], envs: MultiAgentVectorEnv, args: Args)
 def load(folders: list[Path], num_envs: int) -> dict[str, list[Policy]]:
     """What the runs have learned, by script; UsageError if they cannot play together."""
     policies, seeds, of_name = {}, set(), {}
+    env_ids = sorted({read_run(folder)["args"].get("env_id") for folder in folders})
+    check(len(env_ids) == 1, f"the runs are of {len(env_ids)} environments: {', '.join(env_ids)}")
     for folder in folders:
         policy = Policy(folder, num_envs, greedy=True)
         name = Path(str(policy.script.__file__)).stem
@@ -85,8 +87,6 @@ def load(folders: list[Path], num_envs: int) -> dict[str, list[Policy]]:
         settings = report.settings_of(read_run(folder), folder)
         check(of_name.setdefault(name, settings) == settings, f"the runs of {name} have different settings")
         policies.setdefault(name, []).append(policy)
-    env_ids = sorted({policy.args.env_id for of_script in policies.values() for policy in of_script})
-    check(len(env_ids) == 1, f"the runs are of {len(env_ids)} environments: {', '.join(env_ids)}")
     return policies
 
 

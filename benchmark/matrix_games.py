@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleanmarl import coma, coppo_matrix
-from cleanmarl.cli import PositiveInt, UsageError, check_ranges
+from cleanmarl.cli import PositiveInt, UsageError, check, check_ranges
 from cleanmarl.envs import MultiAgentVectorEnv, make
 from cleanmarl.layers import Networks, StackedLinear
 
@@ -267,9 +267,7 @@ def train(job) -> str:
         results |= {f"penalties_{seed}": p.astype(np.float32) for seed, p in zip(seeds, penalties)}
         results["variance"] = np.array(recorder.variances).T
 
-    temporary = path.with_suffix(".tmp.npz")
-    np.savez_compressed(temporary, **results)
-    temporary.rename(path)
+    keep(path, **results)
     return path.stem
 
 
@@ -277,7 +275,21 @@ def find_jobs(args: Args) -> list:
     """What is to be trained; the penalty game comes first."""
     jobs = [("penalty", variant) for variant in VARIANTS] + [(game, a) for game in GAMES for a in ALGORITHMS]
     jobs = [(game, variant, range(1, args.seeds + 1), run_path(args.runs_dir, game, variant)) for game, variant in jobs]
-    return [job for job in jobs if not job[-1].exists()]
+    return [job for job in jobs if not is_done(job[-1], args.seeds)]
+
+
+def is_done(path: Path, seeds: int) -> bool:
+    """Whether a file of runs is there; UsageError if it is of another number of seeds."""
+    runs = len(np.load(path)["reward"]) if path.exists() else seeds
+    check(runs == seeds, f"{path} has {runs} runs, not {seeds}: take another --runs-dir, or other --seeds")
+    return path.exists()
+
+
+def keep(path: Path, **results: np.ndarray) -> None:
+    """Write a file of runs whole, or not at all."""
+    temporary = path.with_suffix(".tmp.npz")
+    np.savez_compressed(temporary, **results)
+    temporary.rename(path)
 
 
 def run_path(runs_dir: Path, game: str, variant: str) -> Path:
@@ -364,3 +376,5 @@ if __name__ == "__main__":
     except UsageError as error:
         print(f"matrix_games: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a folder that cannot be written
+        sys.exit(f"matrix_games: {error}")

@@ -29,7 +29,7 @@ import redraw
 import torch
 import torch.nn as nn
 import tyro
-from matrix_games import GAMES, binned, curve, run_path, table_row
+from matrix_games import GAMES, binned, curve, is_done, keep, run_path, table_row
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SCRIPTS = {"IDQN": idqn, "VDN": vdn, "QMIX": qmix, "QTRAN": qtran}
@@ -179,14 +179,20 @@ def tables(script, learner: Learner, parameters: dict, seed: int) -> dict[str, n
     return {name: x.numpy() for name, x in result.items()}
 
 
-def run(game: str, name: str, args: Args) -> None:
+def find_jobs(args: Args) -> list[tuple[str, str, range]]:
+    """What is to be trained: a game, a script and its seeds."""
+    jobs = [("qtran", name) for name in DECOMPOSE]
+    jobs += [(game, name) for game in ["penalty", *GAMES] for name in OPPONENTS]
+    number = {name: min(args.seeds, MOST.get(name, args.seeds)) for _, name in jobs}
+    jobs = [job for job in jobs if not is_done(run_path(args.runs_dir, *job), number[job[1]])]
+    return [(game, name, range(1, number[name] + 1)) for game, name in jobs]
+
+
+def run(game: str, name: str, seeds: range, args: Args) -> None:
     """Train and keep what the figures need."""
     path = run_path(args.runs_dir, game, name)
-    seeds = range(1, min(args.seeds, MOST.get(name, args.seeds)) + 1)
-    if path.exists():
-        return
     if name in ACTORS:
-        np.savez_compressed(path, reward=train_actors(name, game, seeds))
+        keep(path, reward=train_actors(name, game, seeds))
         return
     settings = (QTRANS if game == "qtran" else COPPOS) | OWN.get(name, {})
     learner, parameters, rewards = train(SCRIPTS[name], game, seeds, settings)
@@ -194,7 +200,7 @@ def run(game: str, name: str, args: Args) -> None:
     if game == "qtran":
         learned = [tables(SCRIPTS[name], learner, parameters, seed) for seed in range(len(seeds))]
         results |= {key: np.stack([x[key] for x in learned]) for key in learned[0]}
-    np.savez_compressed(path, **results)
+    keep(path, **results)
     print(path.stem, flush=True)
 
 
@@ -233,13 +239,10 @@ def main(args: Args) -> None:
     check_ranges(args)
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for name in DECOMPOSE:
-        run("qtran", name, args)
+    for job in find_jobs(args):
+        run(*job, args)
     write_tables(args)
     redraw.qtran_matrix(args.out / "qtran_matrix")
-    for game in ["penalty", *GAMES]:
-        for name in OPPONENTS:
-            run(game, name, args)
     write_curves(args)
     redraw.coppo_matrix(args.out)
 
@@ -250,3 +253,5 @@ if __name__ == "__main__":
     except UsageError as error:
         print(f"qtran_matrix: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a folder that cannot be written
+        sys.exit(f"qtran_matrix: {error}")

@@ -9,10 +9,13 @@ figures, and README.md's table of results, are below.
 import json
 import math
 import runpy
+import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from cleanmarl.cli import UsageError, check
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -346,15 +349,22 @@ def readme_results(results: Path) -> str:
 
 
 def main(args: Args) -> None:
-    for name in json.loads((args.results / "data" / "figures.json").read_text()):
+    data = args.results / "data"
+    figures = json.loads((data / "figures.json").read_text()) if (data / "figures.json").exists() else {}
+    tables = {path.stem for path in data.glob("*.csv")}
+    check(bool(tables), f"{data} has no table of report.py")
+    for name in figures:
         redraw(args.results / name)
-    write_html(args.results)
-    impala_speed(args.results / "impala_speed")
-    mappo_agents(args.results / "mappo_agents")
-    time_to_score(args.results / "speed_time_to_score")
-    coppo_matrix(args.results)
-    qtran_matrix(args.results / "qtran_matrix")
-    for path in sorted((args.results / "data").glob("*_cross_play.csv")):
+    if figures:
+        write_html(args.results)
+    for draw in (impala_speed, mappo_agents, qtran_matrix):
+        if draw.__name__ in tables:
+            draw(args.results / draw.__name__)
+    if "speed_time_to_score" in tables:
+        time_to_score(args.results / "speed_time_to_score")
+    if {"coppo_matrix", "coppo_matrix_opponents"} <= tables:
+        coppo_matrix(args.results)
+    for path in sorted(data.glob("*_cross_play.csv")):
         cross_play(args.results / path.stem)
     if args.results == Args.results:
         before, _, rest = (ROOT / "README.md").read_text().partition(README_START)
@@ -365,4 +375,10 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UsageError as error:
+        print(f"redraw: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:  # a folder that cannot be written
+        sys.exit(f"redraw: {error}")

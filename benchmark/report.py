@@ -37,6 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import matplotlib
 
@@ -200,7 +201,7 @@ def read_run(folder: Path, metrics: list[str]) -> pd.DataFrame:
 def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -> pd.DataFrame:
     """All finished runs below `paths` as one tidy table; runs left out are named on stderr."""
     if missing := [path for path in paths if not path.exists()]:
-        sys.exit(f"there is no {missing[0]}")
+        raise UsageError(f"there is no {missing[0]}")
     walks = [where for path in paths for where in os.walk(path, followlinks=True)]
     folders = sorted({Path(place).resolve(): Path(place) for place, _, files in walks if "args.json" in files}.values())
     tables, seen, differ = [], set(), defaultdict(set)
@@ -223,7 +224,7 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
         if key in seen:  # averaging them would count the seed twice
             env_id, script, settings, seed = key
             what = f"{script} on {env_id}, seed {seed}, {settings}"
-            sys.exit(f"two runs of {what}: {folder} is the second; pass the folders of the runs that count")
+            raise UsageError(f"two runs of {what}: {folder} is the second; pass the folders of the runs that count")
         seen.add(key)
         tables.append(table)
         script = f"{table.script[0]}.py"
@@ -235,7 +236,7 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
         if len(found) > 1:
             print(f"one curve of {len(found)} {what}: {curve}", file=sys.stderr)
     if not tables:
-        sys.exit(f"no finished run with {metrics[0]} in {', '.join(map(str, paths))}")
+        raise UsageError(f"no finished run with {metrics[0]} in {', '.join(map(str, paths))}")
     return pd.concat(tables, ignore_index=True)
 
 
@@ -260,7 +261,7 @@ def thin(runs: pd.DataFrame) -> pd.DataFrame:
             columns = {name: np.interp(grid, run.step, run[name]) for name in ("cpu_seconds", "wall_seconds", "value")}
             tables.append(pd.concat([run[:1]] * len(grid)).assign(step=grid, **columns))
     if not tables:
-        sys.exit("there is no curve to draw: pass seeds that have steps in common")
+        raise UsageError("there is no curve to draw: pass seeds that have steps in common")
     return pd.concat(tables)
 
 
@@ -589,7 +590,7 @@ def save(picture: plt.Figure, out: Path) -> None:
 
 def write_page(out: Path, caption: str, table: str) -> None:
     """out.md: the figure, its caption and its table, each of which docs/generate.py takes over."""
-    Path(f"{out}.md").write_text(f"![{out.name}]({out.name}.svg)\n\n{caption}\n{table}", encoding="utf-8")
+    Path(f"{out}.md").write_text(f"![{out.name}]({quote(out.name)}.svg)\n\n{caption}\n{table}", encoding="utf-8")
 
 
 def read_figure(out: Path) -> tuple[pd.DataFrame, dict[str, str]]:
@@ -674,13 +675,13 @@ def put(path: Path, text: str) -> None:
 
 def main(args: Args) -> None:
     if not args.out.name:
-        sys.exit(f"--out {args.out} has no name for the figure: give FOLDER/NAME")
+        raise UsageError(f"--out {args.out} has no name for the figure: give FOLDER/NAME")
     data = read_runs(args.runs, [args.tag, RETURN, NUM_EPISODES, EVAL, BATTLES], args.unfinished)
     drawn = data[data.metric == args.tag]
     if drawn.empty:
         folder = next(file.parent for path in args.runs for file in path.rglob("args.json"))
         known = EventAccumulator(str(folder)).Reload().Tags()["scalars"]
-        sys.exit(f"no run has {args.tag}; {folder.name} has {', '.join(sorted(known))}")
+        raise UsageError(f"no run has {args.tag}; {folder.name} has {', '.join(sorted(known))}")
     folder = args.out.parent / "data"
     folder.mkdir(parents=True, exist_ok=True)
     points = pd.concat([thin(drawn), final_results(data)])
@@ -704,5 +705,8 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except (OSError, UsageError) as error:  # a folder that cannot be written
+    except UsageError as error:
+        print(f"report: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:  # a folder that cannot be written
         sys.exit(f"report: {error}")

@@ -26,6 +26,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from speed import machine, to_argv  # benchmark/speed.py
+from speed import machine, refuse, to_argv  # benchmark/speed.py
 
 TRIES = 2  # of a trial that fails
 MISUSED = 2  # exit status of a script that cannot run as it was asked to: another try would end like it
@@ -322,7 +323,13 @@ def on_ray(args: Args, flags: list[str], stops: Callable[[], int]) -> Iterator[C
     import ray
 
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    ray.init(address=args.address, log_to_driver=False, logging_level="error")
+    host, _, port = (args.address or "").removeprefix("ray://").rpartition(":")
+    try:
+        if host:
+            socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
+        ray.init(address=args.address, log_to_driver=False, logging_level="error")
+    except (OSError, ValueError):
+        refuse(f"there is no Ray cluster at --address {args.address}; begin one: ray start --head")
     for signum, handler in handlers.items():  # which ray replaces
         signal.signal(signum, handler)
 

@@ -38,7 +38,7 @@ class Args:
     what: tyro.conf.Positional[Literal["agents", "actors"]]
     """what there are more and more of"""
     steps: PositiveInt | None = None
-    """environment steps of a run (default: 25,600 with agents, 160,000 with actors)"""
+    """environment steps of a run, whole rollouts, as is a quarter (default: 25,600 with agents, 160,000 with actors)"""
     repeats: PositiveInt = 3
     """runs of each, with seeds from 1 on"""
     out: Path = DATA
@@ -112,3 +112,5 @@ if __name__ == "__main__":
     except UsageError as error:
         print(f"scaling: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a folder that cannot be written
+        sys.exit(f"scaling: {error}")

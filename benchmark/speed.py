@@ -13,7 +13,8 @@ benchmark/peers/setup.sh filled.
 In a command {steps} stands for the number of environment steps, {seed} for the number of the repeat, and {tmp} for a
 folder that is deleted afterwards. A measurement runs a command twice, for `steps` and for `short * steps`, and divides
 the difference of the steps by the difference of the times: start-up (imports, building environments) cancels out. Raise
-the steps until that difference is several seconds. The end-to-end rate of the longer run is reported beside it.
+the steps until that difference is several seconds. The end-to-end rate of the longer run is reported beside it. Both
+lengths must be whole rollouts: a script that makes fewer steps than it was told to seems faster than it is.
 
 CPU time is user + system time of the process and of every descendant that was waited for. On a shared machine compare
 steps per CPU-second; both sides run with OMP_NUM_THREADS=1 unless it is set already.
@@ -34,6 +35,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 from speed_pairs import PAIRS, Pair  # benchmark/speed_pairs.py
@@ -77,14 +79,20 @@ def machine() -> dict:
     }
 
 
+def refuse(line: str) -> NoReturn:
+    """End as a wrong command line does; the line stands behind the name of the program that was called."""
+    print(f"{Path(sys.argv[0]).stem}: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
 def to_argv(command: str, **values) -> list[str]:
     """Split a command, fill in its {names}, and let `python` mean the interpreter that runs this script."""
     try:
         argv = shlex.split(command)
     except ValueError as error:
-        sys.exit(f"no command: {command} ({error})")
+        refuse(f"no command: {command} ({error})")
     if not argv:
-        sys.exit("the command is empty")
+        refuse("the command is empty")
     for name, value in values.items():
         argv = [word.replace(f"{{{name}}}", str(value)) for word in argv]
     return [sys.executable if argv[0] == "python" else argv[0], *argv[1:]]
@@ -98,7 +106,7 @@ def run(argv: list[str]) -> tuple[float, float]:
         try:
             process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
         except OSError as error:
-            sys.exit(f"{argv[0]} cannot be run: {error.strerror}")
+            refuse(f"{argv[0]} cannot be run: {error.strerror}")
         try:
             _, status, usage = os.wait4(process.pid, 0)  # its children are in the usage, once it has waited for them
         except BaseException:
@@ -174,7 +182,7 @@ def split_time(command: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as tmp:
         argv = to_argv(command, steps=steps, seed=1, tmp=tmp)
         if not Path(argv[0]).name.startswith("python") or not argv[1].endswith(".py"):
-            sys.exit(f"--profile needs `python SCRIPT.py ...`, not: {command}")
+            refuse(f"--profile needs `python SCRIPT.py ...`, not: {command}")
         out = Path(tmp) / "split.json"
         run([argv[0], __file__, "--sample", str(out), *argv[1:]])
         return json.loads(out.read_text())
@@ -193,7 +201,9 @@ def measure_table(args: Args) -> None:
     pairs = [pair for pair in PAIRS if not args.only or {pair.script, pair.beside} & set(args.only)]
     if not pairs or args.peers is None:
         names = dict.fromkeys([pair.script for pair in PAIRS] + [pair.beside for pair in PAIRS])
-        sys.exit(f"--table needs --peers, and --only some of: {', '.join(names)}")
+        refuse(f"--table needs --peers, and --only some of: {', '.join(names)}")
+    if not args.peers.is_dir():
+        refuse(f"there is no folder --peers {args.peers}")
     about = "{cpu}, {cores} cores, Python {python}, torch {torch}".format(**machine())
     for pair in pairs:
         peer = pair.peer.replace("{peers}", shlex.quote(str(args.peers.resolve())))
@@ -265,14 +275,14 @@ def with_range(row: dict) -> str:
 
 def main(args: Args) -> None:
     if not 0 < args.short < 1 or args.repeats < 1:
-        sys.exit("--short must lie between 0 and 1, and --repeats be at least 1")
+        refuse("--short must lie between 0 and 1, and --repeats be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
     if args.table:
         return measure_table(args)
     if args.ours is None:
-        sys.exit("--ours or --table is needed")
+        refuse("--ours or --table is needed")
     if not all("{steps}" in command for command in (args.ours, args.peer) if command):
-        sys.exit("--ours and --peer need {steps}: two lengths of a run tell its steps from its start-up")
+        refuse("--ours and --peer need {steps}: two lengths of a run tell its steps from its start-up")
     about = machine()
     sides = {"ours": (args.ours, args.steps)}
     if args.peer:

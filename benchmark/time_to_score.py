@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import pandas as pd
 import tyro
-from speed import machine, to_argv
+from speed import machine, refuse, to_argv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 DATA = Path(__file__).resolve().parent.parent / "docs" / "results" / "data"
@@ -216,10 +216,12 @@ def put(rows: pd.DataFrame, path: Path) -> None:
 def main(args: Args) -> None:
     tasks = dict.fromkeys(by.task for by in CONTESTANTS)
     if not set(args.only) <= set(tasks):
-        sys.exit(f"time_to_score: --only takes some of: {', '.join(tasks)}")
+        refuse(f"--only takes some of: {', '.join(tasks)}")
     sides = dict.fromkeys(by.by for by in CONTESTANTS)
     if not set(args.by) <= set(sides):
-        sys.exit(f"time_to_score: --by takes some of: {', '.join(sides)}")
+        refuse(f"--by takes some of: {', '.join(sides)}")
+    if not args.peers.is_dir():
+        refuse(f"there is no folder --peers {args.peers}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
     for seed in args.seeds:
         for by in CONTESTANTS[:: 1 if seed % 2 else -1]:

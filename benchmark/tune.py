@@ -41,6 +41,7 @@ from optuna.trial import TrialState
 from report import EVAL, yardsticks  # benchmark/report.py
 from run import OF_THE_GRID, Trial, lock  # benchmark/run.py
 from speed import to_argv  # benchmark/speed.py
+from sqlalchemy import URL
 from sqlalchemy.exc import SQLAlchemyError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -91,10 +92,11 @@ def script_args(command: str) -> type:
         sys.modules[spec.name] = module  # where dataclasses look for annotations
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UsageError(f"{spec.origin} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(folder)
+    check(hasattr(module, "Args"), f"{spec.origin} has no Args")
     return module.Args
 
 
@@ -194,9 +196,8 @@ class Search:
         twice = {flag(name) for name in names if names.count(name) > 1}
         check(not twice, f"--params has {', '.join(sorted(twice))} twice")
         args.env_ids = list(dict.fromkeys(args.env_ids))  # each once
-        check("?" not in str(args.runs_dir), f"--runs-dir {args.runs_dir}: a path of SQLite has no question mark")
         given = {word.partition("=")[0].replace("_", "-") for word in [*to_argv(args.command), *flags]}
-        own = given & OF_THE_GRID
+        own = (given | set(map(flag, names))) & OF_THE_GRID
         check(not own, f"{' '.join(sorted(own))} is the search's: give --num-seeds, --env-ids, --runs-dir, before --")
         self.args, self.flags, self.stops = args, flags, stops
         self.script = script_args(args.command)
@@ -211,9 +212,10 @@ class Search:
         self.file = (args.runs_dir / "study.lock").open("a")
         check(lock(self.file), f"another program is searching in {args.runs_dir}")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        database = URL.create("sqlite", database=str(args.runs_dir / "study.db"))
         patience = {"connect_args": {"timeout": LOCK_SECONDS}}
         self.study = optuna.create_study(
-            storage=optuna.storages.RDBStorage(f"sqlite:///{args.runs_dir / 'study.db'}", engine_kwargs=patience),
+            storage=optuna.storages.RDBStorage(str(database), engine_kwargs=patience),
             study_name="tune",
             direction="maximize",
             pruner=optuna.pruners.MedianPruner(n_startup_trials=START_UP, n_warmup_steps=0),
@@ -326,14 +328,17 @@ class Search:
         """A line for a trial that ended, and the table of all."""
         with self.lock:
             frozen = self.study.trials[trial.number]
-            score = "" if frozen.value is None else f" {frozen.value:.4g}"
+            at = " at" if frozen.state == TrialState.PRUNED else ""  # its score of then, and so far
+            score = "" if frozen.value is None else f"{at} {frozen.value:.4g}"
             state = "interrupted" if frozen.state == TrialState.RUNNING else frozen.state.name.lower()
             words = shlex.join(to_flags(trial.params))
             print(f"{len(self.ended())} of {self.args.num_trials}: {state}{score}: {words}", flush=True)
             if "error" in frozen.user_attrs:
                 print(frozen.user_attrs["error"], end="", flush=True)
             columns = ("number", "state", "value", "duration", "params")
-            self.study.trials_dataframe(columns).to_csv(self.args.runs_dir / "trials.csv", index=False)
+            table = self.study.trials_dataframe(columns)
+            table.loc[table.state != "COMPLETE", "value"] = math.nan  # of fewer steps, or environments
+            table.to_csv(self.args.runs_dir / "trials.csv", index=False)
 
 
 def main(args: Args, flags: list[str]) -> int:

@@ -353,7 +353,7 @@ def test_a_grid_of_nothing_is_no_success(toy):
 )
 def test_what_is_no_command_is_one_line(command, why, toy):
     result = cli("run.py", "--command", command, "--env-ids", "e", cwd=toy)
-    assert (result.returncode, result.stderr) == (1, f"{why}\n")
+    assert (result.returncode, result.stderr) == (2, f"run: {why}\n")
 
 
 # speed.py
@@ -400,7 +400,7 @@ def a_pair(script: str, beside: str = "a peer", **changes) -> speed.Pair:
     return speed.Pair(script, beside, **{"goal": 3.0, "settings": "equal work", **changes})
 
 
-def test_speed_measures_a_pair_for_the_tables(tmp_path, monkeypatch):
+def test_speed_measures_a_pair_for_the_tables(tmp_path, monkeypatch, capsys):
     """Its row replaces an earlier one of the same pair, and the README's table is made of it."""
     (tmp_path / "busy.py").write_text(BUSY)
     (tmp_path / "peer.sh").write_text(f"exec {sys.executable} {tmp_path / 'busy.py'} $1 250\n")
@@ -417,10 +417,15 @@ def test_speed_measures_a_pair_for_the_tables(tmp_path, monkeypatch):
     assert row["n"] == "2" and 2 < float(row["ratio_min"]) <= float(row["ratio"]) <= float(row["ratio_max"]) < 8
     assert int(row["peer_min"]) <= int(row["peer"]) <= int(row["peer_max"]) < int(row["ours_min"])
     assert row["goal"] == "3.0" and row["peer_command"] == work["peer"]
-    with pytest.raises(SystemExit, match="--table needs --peers"):
-        speed.measure_table(speed.Args(table=True))
-    with pytest.raises(SystemExit, match="busy, busy --compile, another, a peer"):
-        speed.measure_table(speed.Args(table=True, peers=tmp_path, only=("bussy",)))
+    for given, line in (
+        ({}, "--table needs --peers"),
+        ({"peers": tmp_path, "only": ("bussy",)}, "busy, busy --compile, another, a peer"),
+        ({"peers": tmp_path / "none"}, "there is no folder --peers"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            speed.measure_table(speed.Args(table=True, **given))
+        assert line in capsys.readouterr().err
 
     speed.write_table([row, row | {"script": "busy", "ratio": "31.44"}, row | {"script": "gone"}])
     assert [r["script"] for r in speed.read_table()] == ["busy", "busy --compile"]  # in the order of the pairs
@@ -474,7 +479,7 @@ def test_commands_of_the_pairs_are_ones_that_their_scripts_take(pair, tmp_path):
 )
 def test_speed_says_in_a_line_what_it_cannot_measure(flags, why, tmp_path):
     result = cli("speed.py", *flags, cwd=tmp_path)
-    assert result.returncode == 1 and why in result.stderr and result.stderr.count("\n") == 1
+    assert result.returncode == 2 and why in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_speed_stops_at_a_command_that_fails(tmp_path):
@@ -708,3 +713,11 @@ def test_a_folder_that_cannot_be_written_is_one_line(tool, tmp_path):
     done = cli(f"{tool}.py", *flags, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith(f"{tool}: [Errno 2] No such file or directory: '/proc/")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_ray_cluster_that_is_not_there_is_one_line(toy):
+    need("ray")
+    flags = ["--command", "python toy.py", "--env-ids", "e", "--backend", "ray", "--address", "127.0.0.1:1"]
+    result = cli("run.py", *flags, cwd=toy)
+    line = "run: there is no Ray cluster at --address 127.0.0.1:1; begin one: ray start --head\n"
+    assert (result.returncode, result.stderr) == (2, line)

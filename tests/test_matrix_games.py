@@ -1,5 +1,6 @@
 """benchmark/matrix_games.py: teams side by side learn as each would alone, and what is recorded of them is right."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmark"))
 from cleanmarl import coma, coppo_matrix
+from cleanmarl.cli import UsageError
 from cleanmarl.envs import make
 
 import matrix_games
@@ -104,6 +106,8 @@ def test_figures_and_tables_are_drawn_from_the_data_of_the_runs(tmp_path):
         results |= {f"penalties_{seed}": rng.normal(size=(80, 1 if variant == "COMA" else 8)) for seed in seeds}
         np.savez(path, **results)
     matrix_games.main(args)  # nothing is left to train
+    with pytest.raises(UsageError, match=r"penalty__.*npz has 3 runs, not 30: take another --runs-dir"):
+        matrix_games.find_jobs(dataclasses.replace(args, seeds=30))
     lines = (args.out / "data" / "coppo_matrix.csv").read_text().splitlines()
     assert len(lines) == 1 + 4 * (50 + 50 + 70 + 8) + 4 * 2 * 50 + 6 * 4 * 50
     reward = np.load(matrix_games.run_path(runs, "climbing-4p", "MAPPO"))["reward"]

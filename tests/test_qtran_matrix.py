@@ -1,5 +1,6 @@
 """benchmark/qtran_matrix.py: its batches are those of the scripts, and runs side by side learn as each would alone."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmark"))
+from cleanmarl.cli import UsageError
 from cleanmarl.envs import make
 
 import qtran_matrix
@@ -52,8 +54,13 @@ def test_runs_side_by_side_learn_as_each_alone(name):
 def test_what_was_learned_is_recorded_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(qtran_matrix, "QTRANS", QTRANS | {"total_timesteps": 96})
     args = qtran_matrix.Args(tmp_path / "results", tmp_path, seeds=2)
-    for name in qtran_matrix.DECOMPOSE:
-        qtran_matrix.run("qtran", name, args)
+    jobs = [job for job in qtran_matrix.find_jobs(args) if job[0] == "qtran"]
+    assert [name for _, name, _ in jobs] == list(qtran_matrix.DECOMPOSE)
+    for job in jobs:
+        qtran_matrix.run(*job, args)
+    assert not {"qtran"} & {game for game, *_ in qtran_matrix.find_jobs(args)}
+    with pytest.raises(UsageError, match=r"qtran__.*npz has 2 runs, not 1: take another --runs-dir, or other --seeds"):
+        qtran_matrix.find_jobs(dataclasses.replace(args, seeds=1))
     qtran_matrix.write_tables(args)
     qtran_matrix.redraw.qtran_matrix(args.out / "qtran_matrix")
     learned = np.load(tmp_path / "qtran__VDN.npz")
@@ -69,7 +76,8 @@ def test_what_was_learned_is_recorded_and_drawn(tmp_path, monkeypatch):
 def test_rewards_of_scripts_with_actors_are_means_of_single_plays(name, tmp_path, monkeypatch):
     monkeypatch.setattr(qtran_matrix, "WITH_ACTORS", qtran_matrix.WITH_ACTORS | {"total_timesteps": 160})
     args = qtran_matrix.Args(tmp_path / "results", tmp_path, seeds=4)
-    qtran_matrix.run("penalty", name, args)
+    (job,) = [job for job in qtran_matrix.find_jobs(args) if job[:2] == ("penalty", name)]
+    qtran_matrix.run(*job, args)
     reward = np.load(tmp_path / f"penalty__{name}.npz")["reward"]
     assert reward.shape == (4 if name == "DOP" else 3, 8) and (reward[0] != reward[1]).any()
     outcomes = set(make("matrix/penalty").table.ravel().tolist())

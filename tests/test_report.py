@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from cleanmarl.cli import UsageError
+
 import numpy as np
 import optional
 import pytest
@@ -440,7 +442,7 @@ def test_data_that_are_damaged_and_a_figure_without_a_name_are_one_line(name, tm
     again = [sys.executable, BENCHMARK / "report.py", tmp_path / "a", "--out"]
     for out, line in ((tmp_path / "docs" / "b", f"/data/{name} is damaged ("), (".", "--out . has no name for")):
         done = subprocess.run([*again, out], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-        assert done.returncode == 1 and line in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and line in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_two_reports_into_one_folder_keep_both_figures(tmp_path):
@@ -493,9 +495,9 @@ def test_a_folder_that_is_a_link_counts_once_and_a_cut_off_file_is_told(tmp_path
 
 def test_a_tag_that_no_run_has_is_told_with_those_that_there_are(tmp_path):
     write_run(tmp_path / "a", {report.RETURN: [(1, 2.0)], "train/entropy": [(1, 1.0)], "time/SPS": [(1, 9.0)]})
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(UsageError) as refused:
         report.main(report.Args([tmp_path / "a"], out=tmp_path / "out", tag="train/entropi"))
-    assert stopped.value.code == "no run has train/entropi; a has rollout/ep_reward, time/SPS, train/entropy"
+    assert str(refused.value) == "no run has train/entropi; a has rollout/ep_reward, time/SPS, train/entropy"
 
 
 NODE = """
@@ -566,9 +568,9 @@ def test_report_tells_settings_apart_and_refuses_one_seed_twice(tmp_path):
     for number, gamma in enumerate((0.9, 0.99, 0.99)):
         points = {report.RETURN: [(1, 0.0), (2, gamma)]}
         write_run(tmp_path / f"runs/{number}", points, script="ppo", gamma=gamma)
-    with pytest.raises(SystemExit, match=r"^there is no .*nowhere$"):
+    with pytest.raises(UsageError, match=r"^there is no .*nowhere$"):
         report.main(report.Args([tmp_path / "nowhere"], out=tmp_path / "a"))
-    with pytest.raises(SystemExit, match=r"^two runs of ppo on CartPole-v1, seed 1, the defaults: "):
+    with pytest.raises(UsageError, match=r"^two runs of ppo on CartPole-v1, seed 1, the defaults: "):
         report.main(report.Args([tmp_path / "runs"], out=tmp_path / "a"))
     assert not (tmp_path / "data").exists()
     report.main(report.Args([tmp_path / "runs" / "0", tmp_path / "runs" / "1"], out=tmp_path / "a"))
@@ -622,7 +624,7 @@ def test_seeds_without_a_step_in_common_make_no_curve(tmp_path, capsys):
     assert "| apart |  | 2 | 40 |  |  | 150.0 [100.0, 200.0] |" in (tmp_path / "a.md").read_text()
     svg = (tmp_path / "a.svg").read_text()
     assert "apart (2 seeds)" not in svg and "apart (4 runs)" in svg
-    with pytest.raises(SystemExit, match="there is no curve to draw"):
+    with pytest.raises(UsageError, match="there is no curve to draw"):
         report.main(report.Args(list(tmp_path.glob("runs/*apart*")), out=tmp_path / "b", tag=report.EVAL))
 
 
@@ -746,6 +748,19 @@ def comparable(path: Path) -> tuple[str, np.ndarray]:
     text = re.sub(r"\b[mp][0-9a-f]{10}\b", "", path.read_text())
     number = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
     return re.sub(number, "0", text), np.array([float(x) for x in re.findall(number, text)])
+
+
+def test_a_report_folder_of_ones_own_is_redrawn(tmp_path):
+    out = tmp_path / "my runs" / "cur ves"
+    write_run(tmp_path / "a", {report.RETURN: [(1, 0.0), (2, 5.0)]})
+    report.main(report.Args([tmp_path / "a"], out=out))
+    page = Path(f"{out}.md").read_text()
+    assert page.startswith("![cur ves](cur%20ves.svg)\n")
+    Path(f"{out}.md").unlink()
+    redraw.main(redraw.Args(out.parent))
+    assert Path(f"{out}.md").read_text() == page
+    with pytest.raises(UsageError, match=r"has no table of report\.py"):
+        redraw.main(redraw.Args(tmp_path / "nowhere"))
 
 
 def test_published_figures_and_tables_are_redrawn_from_their_data(tmp_path):

@@ -82,11 +82,15 @@ def test_a_command_that_fails_ends_it(results, tmp_path, monkeypatch):
     assert not list(results.iterdir())
 
 
-def test_a_task_that_is_not_there_is_one_line(results, tmp_path):
-    with pytest.raises(SystemExit, match="--only takes some of: CartPole-v1, CartPole-v1, to the end"):
-        time_to_score.main(time_to_score.Args(peers=tmp_path, only=("CartPole-v1", "CartPole")))
-    with pytest.raises(SystemExit, match="--by takes some of: ppo"):
-        time_to_score.main(time_to_score.Args(peers=tmp_path, by=("nobody",)))
+def test_a_task_that_is_not_there_is_one_line(results, tmp_path, capsys):
+    for peers, given, line in (
+        (tmp_path, {"only": ("CartPole-v1", "CartPole")}, "--only takes some of: CartPole-v1, CartPole-v1, to the end"),
+        (tmp_path, {"by": ("nobody",)}, "--by takes some of: ppo"),
+        (tmp_path / "none", {}, f"there is no folder --peers {tmp_path / 'none'}"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            time_to_score.main(time_to_score.Args(peers=peers, **given))
+        assert capsys.readouterr().err.endswith(f": {line}\n")
     assert not list(results.iterdir())
 
 

@@ -201,7 +201,9 @@ def test_a_trial_worse_than_the_median_is_stopped_early(toy, capsys):
     assert states == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
     assert [trial.value for trial in search.study.trials[:2]] == pytest.approx([1.8, 1.6])
     assert search.study.trials[2].intermediate_values == pytest.approx({1: 0.1})
-    assert "3 of 3: pruned" in capsys.readouterr().out
+    assert "3 of 3: pruned at 0.1" in capsys.readouterr().out
+    *_, pruned = (search.args.runs_dir / "trials.csv").read_text().splitlines()
+    assert pruned.startswith("2,PRUNED,,")  # no score to compare with theirs
 
 
 def test_a_trial_that_fails_counts_and_is_explained(toy, capsys):
@@ -316,8 +318,13 @@ def test_what_is_the_searchs_own_is_refused(toy, capsys):
     searched = toy_args(1).params[0].partition("=")[0]
     assert tune.main(toy_args(1), [f"--{searched}=0.5"]) == 2
     assert capsys.readouterr().err == f"tune: --{searched} is given, and --params searches it\n"
-    assert tune.main(dataclasses.replace(toy_args(1), runs_dir=Path("why?")), []) == 2
-    assert capsys.readouterr().err == "tune: --runs-dir why?: a path of SQLite has no question mark\n"
+    seeds = dataclasses.replace(toy_args(1), params=("seed=7,8",))
+    assert tune.main(seeds, []) == 2 and capsys.readouterr().err == line.replace("--env-id --seed", "--seed")
+    Path("no_args.py").write_text("x = 1")
+    Path("no_import.py").write_text("raise SystemExit('usage')")
+    for name, why in (("no_args", "has no Args"), ("no_import", "cannot be imported: SystemExit: usage")):
+        assert tune.main(dataclasses.replace(toy_args(1), command=f"python {name}.py"), []) == 2
+        assert capsys.readouterr().err == f"tune: {Path(f'{name}.py').resolve()} {why}\n"
 
 
 def test_what_a_search_lacks_or_has_twice_is_one_line(toy, capsys):
