@@ -154,6 +154,10 @@ def test_a_recurrent_actor_can_be_traced_with_its_memory(train):
 
 def test_values_with_a_memory_are_those_of_the_page(train):
     """What an agent did last stands behind what it sees; both episodes begin with nothing."""
+    assert (
+        "| `vdn_lstm`, `qmix_lstm` | `agent.q_network` | `obs` with the one-hot of what the agent did last behind"
+        in PAGE
+    )
     policy = cleanmarl.load(train("vdn_lstm"), num_envs=2)
     q_network, envs = policy.agent.q_network, policy.envs
     (obs, info), done, (A, K) = envs.reset(seed=3), np.ones(2, bool), envs.real_actions.shape
