@@ -46,6 +46,18 @@ def test_a_measurement_of_nothing_is_one_line(script, flag, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "script, flag", [("scaling", "out"), ("matrix_games", "runs-dir"), ("qtran_matrix", "runs-dir")]
+)
+def test_a_file_in_the_place_of_a_folder_is_one_line(script, flag, tmp_path):
+    (tmp_path / "file").touch()
+    given = {"out": tmp_path / "out", flag: tmp_path / "file"}
+    flags = [word for name, path in given.items() for word in (f"--{name}", path)]
+    line = [sys.executable, BENCHMARK / f"{script}.py", *["agents"] * (script == "scaling"), *flags]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith(f"{script}: [Errno ") and done.stderr.count("\n") == 1
+
+
 def test_the_pace_of_a_run_is_that_of_its_last_three_quarters(tmp_path):
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary

@@ -327,6 +327,12 @@ def test_what_is_the_searchs_own_is_refused(toy, capsys):
         assert capsys.readouterr().err == f"tune: {Path(f'{name}.py').resolve()} {why}\n"
 
 
+def test_a_study_lies_in_its_folder_whatever_its_name(toy):
+    folder = Path("a%20b #?")
+    assert tune.main(dataclasses.replace(toy_args(1), runs_dir=folder), []) == 0
+    assert (folder / "study.db").exists() and not Path("a b #?").exists()
+
+
 def test_what_a_search_lacks_or_has_twice_is_one_line(toy, capsys):
     assert tune.main(dataclasses.replace(toy_args(1), env_ids=[]), []) == 2
     assert capsys.readouterr().err == "tune: --env-ids has no environment\n"
