@@ -9,10 +9,13 @@ the first tenth. What the columns are for, that page says.
 
 import gc
 import importlib
+import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+
+from cleanmarl.cli import PositiveInt, UsageError, check, check_ranges
 
 import numpy as np
 import torch
@@ -29,14 +32,15 @@ OFF_POLICY = ["maddpg", "maddpg_multienvs", "maddpg_lstm", "maddpg_lstm_multienv
 OFF_POLICY += ["facmac", "facmac_continuous_action", "masac", "masac_continuous_action", "dop"]
 OFF_POLICY += ["idqn", "vdn", "vdn_lstm", "qmix", "qmix_lstm", "qtran"]  # two fifths as many steps
 PICTURES = ["ppo_atari", "ppo_atari_envpool", "ppo_atari_lstm", "ppo_procgen"]  # a tenth as many steps, two rollouts
+EVERY = (*SCRIPTS, *OFF_POLICY, *PICTURES)
 METRICS = ["approx_kl", "clipfrac", "entropy", "explained_variance"]
 
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = (*SCRIPTS, *OFF_POLICY, *PICTURES)
+    scripts: tuple[str, ...] = EVERY
     """which; ppo_procgen needs 5 GB"""
-    total_timesteps: int = 50_000
+    total_timesteps: PositiveInt = 50_000
     """of each; off-policy scripts have two fifths, those that learn from pictures a tenth, and two rollouts at least"""
     page: Path = ROOT / "docs" / "defaults.md"
     """whose table is written"""
@@ -97,15 +101,25 @@ def number(x: float) -> str:
 
 
 def main(args: Args) -> None:
+    check_ranges(args)
+    unknown = [script for script in args.scripts if script not in EVERY]
+    check(not unknown, f"--scripts {' '.join(unknown)}: choose from {', '.join(EVERY)}")
+    check("| script |" in args.page.read_text(), f"--page {args.page} has no table of scripts")
     for script in args.scripts:
         with tempfile.TemporaryDirectory() as runs_dir:
             row = run(script, args.total_timesteps, runs_dir)
         before, bar, table = args.page.read_text().partition("| script |")
         head, rule, *lines = (bar + table).splitlines()
         lines = {line.split("`")[1]: line for line in lines} | {script: f"| {' | '.join(row.values())} |"}
-        lines = [lines[name] for name in (*SCRIPTS, *OFF_POLICY, *PICTURES) if name in lines]
+        lines = [lines[name] for name in EVERY if name in lines]
         args.page.write_text(before + "\n".join([head, rule, *lines]) + "\n")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UsageError as error:
+        print(f"defaults: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:  # a page that cannot be read or written
+        sys.exit(f"defaults: {error}")

@@ -85,3 +85,12 @@ def test_rewards_of_scripts_with_actors_are_means_of_single_plays(name, tmp_path
     assert all(low <= mean <= high for mean in reward.ravel())
     assert reward.mean() < -30  # nearly random play does not agree, and earns what disagreement does: -40, not 4 x -40
     assert reward.mean() > -60
+
+
+def test_a_file_of_runs_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "qtran__VDN.npz"
+    with pytest.raises(AttributeError, match="pickle"):  # after the rewards are written
+        qtran_matrix.keep(path, reward=np.zeros((2, 3)), values=[lambda: None])
+    assert not path.exists()
+    qtran_matrix.keep(path, reward=np.zeros((2, 3)))
+    assert [file.name for file in tmp_path.iterdir()] == [path.name] and np.load(path)["reward"].shape == (2, 3)
