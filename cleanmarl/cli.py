@@ -421,8 +421,8 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
     keep_freed_memory()
     try:
         main(parse(args_class, sys.argv[1:], script))
-    except KeyboardInterrupt:  # Ctrl-C before the run began, or twice
-        sys.exit(128 + signal.SIGINT)
+    except KeyboardInterrupt as error:  # Ctrl-C before the run began, or a second signal, whose number it has
+        sys.exit(128 + (*error.args, signal.SIGINT)[0])
     except Exception as error:
         if (said := what_to_say(error)) is None:
             raise

@@ -113,19 +113,21 @@ def git_commit() -> str | None:
 class EventFile:
     """A new event file for TensorBoard. It writes at once, so that OSError comes where a point is added."""
 
-    def __init__(self, folder: Path, purge_step: int | None):
+    def __init__(self, folder: Path):
         wait_for_next_second(folder)
         # "-": not the name that a SummaryWriter(folder) of this process and second takes, and read before it: a resumed
         # run's file begins by dropping what was read before
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}-cleanmarl"
         self.file = (folder / name).open("xb")
         self._add(file_version="brain.Event:2")
-        if purge_step is not None:
-            self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def _add(self, **event) -> None:
         RecordWriter(self.file).write(Event(wall_time=time.time(), **event).SerializeToString())
         self.file.flush()
+
+    def drop(self, step: int) -> None:
+        """Tell every reader to drop the points of this step and of later ones that it has read so far."""
+        self._add(step=step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, metrics: dict[str, float], step: int) -> None:
         """Write a point of each metric, in one event: one for each would cost a fast script a fifth of its time."""

@@ -139,13 +139,14 @@ class Run:
             resumed = f" (resumed at step {self.step:,})" if self.step else ""
             tell(f"run folder: {self.folder}{resumed}")
 
-            # Events written after the checkpoint come again now: purge_step tells every reader to drop the first ones.
             with self._writing():
-                self.events = EventFile(self.folder, purge_step=None if args.resume is None else self.step + 1)
+                self.events = EventFile(self.folder)
                 on_error.callback(Path(self.events.file.name).unlink, missing_ok=True)
                 self.events.add_text("arguments", as_table(dataclasses.asdict(args)), self.step)
             if args.resume is not None:  # last: a run that cannot go on stays as it was
                 self._take_over()
+                with self._writing():  # the points after the checkpoint, which come again now
+                    self.events.drop(self.step + 1)
             on_error.pop_all()
         self.start_step, self.start_time = self.step, time.perf_counter()
         self.last_line = self.start_time
@@ -297,7 +298,7 @@ class Run:
             self.stop_signal = signum
             self._print("stopping as soon as what is under way is saved (again to stop at once)")
         elif signum != signal.SIGHUP:  # which the kernel and the shell both send
-            raise KeyboardInterrupt  # asked twice: stop at once
+            raise KeyboardInterrupt(signum)  # asked twice: stop at once
 
     def start(self, envs: Any, *carried: Any) -> tuple:
         """(obs, info, *carried) to go on from: those of the checkpoint, if it has the state of the environments.

@@ -90,6 +90,21 @@ def test_the_loss_sees_the_policy_that_acted_across_ends_lives_and_rollouts(shar
         assert (others - learned).abs()[batch.alive > 0].max() > 0.01 * learned.abs().max()
 
 
+def test_exploration_is_part_of_the_policy(revived):
+    """Who is sure of one action does another one as often as the policy says, which knows the share of random ones."""
+    args = coma_lstm.Args(**SMALL | {"num_envs": 2000, "num_steps": 4}, share_parameters=False)
+    envs = coma_lstm.make_envs(args, args.num_envs)
+    agent, rollout = make_agent(args, envs), make_rollout(coma_lstm, args, envs)
+    agent.epsilon.fill_(0.5)
+    now = coma_lstm.collect(agent, envs, (*envs.reset(seed=1), rollout.memory[0]), rollout, args, Quiet())
+    batch = coma_lstm.estimate(agent, rollout, *now, args)
+    probs = agent.logits(batch.obs, batch.action_mask, batch.memory, batch.forget).softmax(-1)
+    chosen, living = coma.of_action(probs, batch.action), batch.alive > 0
+    assert probs[batch.action_mask].min() >= 0.5 / probs.shape[-1] - 1e-6
+    frequency, best = (batch.action == probs.argmax(-1))[living].float().mean(), probs.amax(-1)[living].mean()
+    assert 0.55 < best < 0.85 and abs(frequency - best) < 0.01 and chosen[living].min() < 0.3
+
+
 # proves recurrent-2
 def test_a_rollout_goes_on_from_the_memories_after_the_last(revived):
     _, agent, ((first, _), (second, batch)), _ = collected(coma_lstm.Args(**SMALL), rollouts=2)

@@ -7,9 +7,11 @@ numbers, environments and all that was logged.
 import dataclasses
 import importlib
 import importlib.util
+import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +28,7 @@ import numpy as np
 import pytest
 import torch
 from optional import need
-from toys import Toy, curves, scalars
+from toys import Toy, curves, scalars, wait_for
 
 FOLDER = Path(cleanmarl.__file__).parent
 SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if "run.start(envs" in path.read_text()]
@@ -382,6 +384,26 @@ def test_kept_checkpoints_and_the_best_one(toy, tmp_path, capsys):
     assert difference(whole, load_checkpoint(folder)) is None
     assert dict(scalars(folder)["eval/ep_reward"]) == evaluations  # each once
     assert kept(folder) == {"checkpoint.pt", "checkpoint-120.pt", "checkpoint-150.pt", "best.pt"}
+
+
+def test_who_kills_the_return_to_an_earlier_checkpoint_loses_no_point(toy, tmp_path):
+    """The best checkpoint is read then, which may hold a replay buffer: here for ever, as nobody writes this pipe."""
+    changes = {"checkpoint_interval": 30, "keep_checkpoints": 5, "eval_interval": 60, "eval_episodes": 1}
+    args = arguments("ippo", "mpe/simple_spread_v3", tmp_path, **changes)
+    folder = train("ippo", args)
+    steps = [step for step, _ in scalars(folder)["train/policy_loss"]]
+    (folder / "best.pt").unlink()
+    os.mkfifo(folder / "best.pt")
+
+    process = subprocess.Popen([sys.executable, ippo.__file__, "--resume", folder / "checkpoint-60.pt"])
+    try:
+        wait_for(lambda: not (folder / "done.json").exists())  # the last thing before
+    finally:
+        process.kill()
+        process.wait()
+    (folder / "best.pt").unlink()
+    assert [step for step, _ in scalars(folder)["train/policy_loss"]] == steps
+    assert load_checkpoint(folder)["step"] == steps[-1]
 
 
 def test_a_checkpoint_of_later_steps_is_dropped_and_the_best_one_stays(tmp_path):

@@ -27,10 +27,16 @@ def test_copied_parts_are_those_of_the_parent_and_of_maddpg():
         facmac: ["Mixer", "Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "main"]
     }
     parts[facmac] += ["update", "soft_update"]
-    parts[maddpg_continuous_action] = ["make_envs", "Agent", "make_policy", "collect"]
+    parts[maddpg_continuous_action] = ["Batch", "make_envs", "Agent", "make_policy", "collect"]
     for script, names in parts.items():
         for name in names:
             assert code(getattr(facmac_continuous_action, name)) == code(getattr(script, name)), name
+    buffer = (
+        code(maddpg_continuous_action.Buffer)
+        .replace("on, action = (", "on = (")
+        .replace(", action * alive[..., None])", ")")
+    )
+    assert code(facmac_continuous_action.Buffer) == buffer != code(maddpg_continuous_action.Buffer)
 
 
 @pytest.mark.parametrize("individual", [False, True])

@@ -29,6 +29,7 @@ from toys import Quiet, Toy, code, curves, make_rollout
 SMALL = {"total_timesteps": 400, "num_envs": 4, "num_steps": 52, "eval_episodes": 0}
 CONTINUOUS = [ippo_continuous_action, mappo_continuous_action]
 TEAMS = [coma, coppo, coppo_matrix, mappo, mappo_continuous_action]
+REMEMBER = [coma_lstm, coppo_lstm, mappo_lstm]
 INDEPENDENT = [ippo, ippo_continuous_action, ippo_per_agent]
 CLIPPED = [coppo, coppo_matrix, *INDEPENDENT, mappo, mappo_continuous_action]
 
@@ -81,8 +82,11 @@ def play(script, args, scale=100.0, reward=None):
     with torch.no_grad():
         agent.actor[-1].weight *= scale
         agent.critic[-1].bias += 1  # the dead see zeros, which are to have a value
-    rollout = make_rollout(script, args, envs)
-    return agent, envs, rollout, script.collect(agent, envs, envs.reset(seed=1), rollout, args, Quiet())
+    rollout, start = make_rollout(script, args, envs), envs.reset(seed=1)
+    if script in REMEMBER:
+        memory, critic_memory = rollout.memory[0], getattr(rollout, "critic_memory", None)
+        start = *start, (memory if critic_memory is None else (memory, critic_memory[0]))
+    return agent, envs, rollout, script.collect(agent, envs, start, rollout, args, Quiet())
 
 
 def toy_id(script, family):
@@ -105,13 +109,14 @@ def test_actors_and_critics_have_sizes_of_their_own(script, team):
         assert all(layer.size_hidden == size for layer in network if isinstance(layer, StackedCell))
 
 
-@pytest.mark.parametrize("script", TEAMS)
+@pytest.mark.parametrize("script", [*TEAMS, *REMEMBER])
 def test_the_living_earn_their_own_rewards_and_the_dead_the_mean_of_theirs(script, team):
-    options = {} if script is coma else {"time_limit_bootstrap": False}
+    bootstraps = script in (coma, coma_lstm)  # always
+    options = {} if bootstraps else {"time_limit_bootstrap": False}
     args = script.Args(env_id=toy_id(script, team), **SMALL, **options)
     unequal = lambda envs, alive: np.float32(envs.clock[:, None] * [1, 2, 4] * alive)  # noqa: E731
     _, _, rollout, _ = play(script, args, reward=unequal)
-    ends = rollout.done[..., 0] if script is coma else np.zeros_like(rollout.done[..., 0])  # it always bootstraps
+    ends = rollout.done[..., 0] & bootstraps
     clock, alive = rollout.reward[..., 0], rollout.agent_mask
     expected = clock[..., None] * np.where(alive, [1, 2, 4], [1, 2.5, 4])
     assert not alive.all() and (clock[~ends] % 1 == 0).all()

@@ -957,7 +957,8 @@ def test_killed_worker_ends_the_run(env_id, package, tmp_path):
 
 
 @LINUX
-def test_second_interrupt_stops_at_once(tmp_path):
+@pytest.mark.parametrize("second, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_second_signal_stops_at_once(second, status, tmp_path):
     """The update under way would take hours."""
     with started("ppo", "--update-epochs", 10**9, "--runs-dir", tmp_path) as process:
         wait_for(lambda: hears(process.pid, signal.SIGTERM))  # Python itself has a handler of SIGINT alone
@@ -965,9 +966,9 @@ def test_second_interrupt_stops_at_once(tmp_path):
         assert "run folder" in process.stdout.readline() and "stopping" in process.stdout.readline()
         time.sleep(0.5)
         assert process.poll() is None  # it tries to finish the update
-        process.send_signal(signal.SIGINT)
+        process.send_signal(second)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == 130 and not err
+        assert process.returncode == status and not err
 
 
 # ---------------------------------------------------------------------------------------------------- non-finite losses
