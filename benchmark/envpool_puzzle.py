@@ -8,8 +8,10 @@ CleanRL's ppo_atari_envpool.py logs beside those of the games. docs/algorithms/p
 """
 
 import math
+import sys
 from dataclasses import dataclass
 
+from cleanmarl.cli import PositiveInt, UsageError, check, check_ranges
 from cleanmarl.ppo_atari_envpool import gae
 
 import envpool
@@ -19,11 +21,11 @@ import tyro
 
 @dataclass
 class Args:
-    num_envs: int = 8
+    num_envs: PositiveInt = 8
     """environments side by side"""
-    num_steps: int = 1500
+    num_steps: PositiveInt = 1500
     """steps of each environment"""
-    max_episode_steps: int = 200
+    max_episode_steps: PositiveInt = 200
     """steps after which a game is cut short; envpool's default of 27,000 would take too long to see"""
 
 
@@ -85,12 +87,14 @@ def true_scores(played: dict[str, np.ndarray]) -> list[float]:
 
 
 def main(args: Args) -> None:
+    check_ranges(args)
     played = play(args)
+    true, logged = true_scores(played), cleanrl_scores(played)
+    check(bool(true and logged), "too few games ended: raise --num-steps")
     print(f"{played['resets'].mean():.2%} of {played['resets'].size} rows only reset")
     largest, mean, deviation = change_of_advantages(played)
     print(f"without them the advantages of the others change by at most {largest:.1e};")
     print(f"they shift the mean of all by {mean:+.3f} deviations, and the deviation by {deviation:+.1%}")
-    true, logged = true_scores(played), cleanrl_scores(played)
     cut = played["truncation"].sum()
     print(f"{len(true)} games, {cut} of them cut short after {args.max_episode_steps} steps: mean {np.mean(true):.2f}")
     print(f"{len(logged)} scores logged as CleanRL does: mean {np.mean(logged):.2f}")
@@ -101,4 +105,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UsageError as error:
+        print(f"envpool_puzzle: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -15,9 +15,11 @@ then it waits, so that two do not dodge each other for ever.
 """
 
 import itertools
+import sys
 from collections import deque
 from dataclasses import dataclass
 
+from cleanmarl.cli import NonNegativeInt, PositiveInt, UsageError, check_ranges
 from cleanmarl.envs import make
 from cleanmarl.envs.rware import FORWARD, LOAD, TURNS, WarehouseVectorEnv
 
@@ -36,11 +38,11 @@ WAITING = 0.03  # share of a robot's steps
 
 @dataclass
 class Args:
-    num_episodes: int = 512
+    num_episodes: PositiveInt = 512
     """episodes of 25 steps, all at once"""
-    num_warehouse_episodes: int = 32
+    num_warehouse_episodes: PositiveInt = 32
     """the same for the warehouse, episodes of 500 steps"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of the environments"""
 
 
@@ -154,8 +156,8 @@ def play_warehouse(args: Args, name: str) -> np.ndarray:
     return info["episode"]["r"].sum(1)
 
 
-if __name__ == "__main__":
-    args = tyro.cli(Args)
+def main(args: Args) -> None:
+    check_ranges(args)
     scores = {"listener, told the goal": play(args, True), "listener, not told": play(args, False)}
     scores |= {"reference, told": play_reference(args, True), "reference, not told": play_reference(args, False)}
     scores |= {"spread": play_spread(args), "spread, continuous actions": play_spread(args, continuous=True)}
@@ -163,3 +165,11 @@ if __name__ == "__main__":
         scores[name] = play_warehouse(args, name)
     for name, returns in scores.items():
         print(f"{name}: {returns.mean():.1f} +- {returns.std() / len(returns) ** 0.5:.1f} for the team")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UsageError as error:
+        print(f"hand_written: {error}", file=sys.stderr)
+        sys.exit(2)

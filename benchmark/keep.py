@@ -64,6 +64,7 @@ def keep(run: Path, checkpoint: str, out: Path, episodes: int) -> None:
     is_agent = (out / "scores.json").exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= written)
     check(is_agent or not out.exists(), f"--out {out} is there, and no agent")
     out.mkdir(parents=True, exist_ok=True)
+    (out / "scores.json").unlink(missing_ok=True)  # of what was kept there before
     (out / "args.json").write_text(json.dumps({key: meta[key] for key in KEPT} | {"args": args}, indent=1) + "\n")
     ours = ROOT / "cleanmarl" / script.name
     if script.exists() and not (ours.exists() and ours.read_text() == script.read_text()):
@@ -84,14 +85,12 @@ def table(folder: Path) -> str:
     for path in sorted(folder.glob("*/scores.json")):
         try:
             x = json.loads(path.read_text())
-        except ValueError as error:
+            digits = 1 if abs(x["sampled"][0]) >= 10 else 2
+            means = (f"{mean:.{digits}f} ± {std:.{digits}f}" for mean, std in (x["sampled"], x["most probable"]))
+            cells = path.parent.name, f"`{x['env_id']}`", f"`{x['script']}`", f"{x['step']:,}", f"{x['episodes']:,}"
+            rows += f"| {' | '.join([*cells, *means])} |\n"
+        except (ValueError, KeyError, TypeError, IndexError) as error:
             raise UsageError(f"{path} is damaged ({error}): keep this agent again, or remove it") from error
-        digits = 1 if abs(x["sampled"][0]) >= 10 else 2
-        cells = [
-            f"{x['episodes']:,}",
-            *(f"{mean:.{digits}f} ± {std:.{digits}f}" for mean, std in (x["sampled"], x["most probable"])),
-        ]
-        rows += f"| {path.parent.name} | `{x['env_id']}` | `{x['script']}` | {x['step']:,} | {' | '.join(cells)} |\n"
     return README.format(rows=rows)
 
 

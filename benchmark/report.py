@@ -625,7 +625,7 @@ def page_data(folder: Path) -> dict[str, Any]:
         table = summary(pd.concat([data, last_tenth(data)]))
         note = figure["note"].partition(";")[0]
         for (env_id, script, settings), rows in table.groupby(CURVE, dropna=False):
-            points = rows[rows.metric == figure["tag"]].dropna(subset="mean")  # a metric of one's own may be NaN
+            points = rows[(rows.metric == figure["tag"]) & np.isfinite(rows["mean"])]  # one may be NaN
             points = points.iloc[np.linspace(0, len(points) - 1, min(len(points), PAGE_POINTS)).astype(int)]
             settings = settings if isinstance(settings, str) else note
             curve = {"script": script, "settings": settings, "figure": name, "metric": figure["tag"]}
@@ -659,7 +659,7 @@ def page_data(folder: Path) -> dict[str, Any]:
 
 def write_html(folder: Path) -> None:
     """folder/report.html: one page with everything in it, from data/ alone."""
-    data = json.dumps(page_data(folder), sort_keys=True, separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(page_data(folder), sort_keys=True, separators=(",", ":")).replace("<", "\\u003c")
     page = (HERE / "report_page.html").read_text(encoding="utf-8")
     (folder / "report.html").write_text(page.replace("/*DATA*/null", data), encoding="utf-8")
 

@@ -9,13 +9,14 @@ actors, the share of time in which the learner waits, and the lag in gradient st
 they need cores that do nothing else. Both write docs/results/data/, of which benchmark/redraw.py makes the figures.
 """
 
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cleanmarl.cli import PositiveInt, UsageError, check_ranges
+from cleanmarl.cli import PositiveInt, UsageError, check, check_ranges
 
 import numpy as np
 import pandas as pd
@@ -87,6 +88,7 @@ def pace(run: Path) -> dict[str, float]:
     lag, wait, rate = (np.array([point.value for point in events.Scalars(name)]) for name in names)
     seconds, late = step / rate, step >= step[-1] / 4  # both shares are of the time since the beginning
     taken = np.ptp(seconds[late])
+    check(taken > 0, f"{step[-1]:,} steps are too few to measure: raise --steps")
     return {
         "steps_per_second": round(np.ptp(step[late]) / taken),
         "learner_waits": round(np.ptp((wait * seconds)[late]) / taken, 3),
@@ -98,6 +100,7 @@ def pace(run: Path) -> dict[str, float]:
 def main(args: Args) -> None:
     check_ranges(args)
     args.out.mkdir(parents=True, exist_ok=True)  # before hours of measurements
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `speed.run` ends its child
     if args.what == "agents":
         name, table = "mappo_agents", agents(args.steps or 25_600, args.repeats)
     else:

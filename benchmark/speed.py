@@ -181,8 +181,6 @@ def split_time(command: str, steps: int) -> dict[str, float]:
     """Seconds that one run of a Python command spends in env, forward, update and the rest; see `sample`."""
     with tempfile.TemporaryDirectory() as tmp:
         argv = to_argv(command, steps=steps, seed=1, tmp=tmp)
-        if not Path(argv[0]).name.startswith("python") or not argv[1].endswith(".py"):
-            refuse(f"--profile needs `python SCRIPT.py ...`, not: {command}")
         out = Path(tmp) / "split.json"
         run([argv[0], __file__, "--sample", str(out), *argv[1:]])
         return json.loads(out.read_text())
@@ -204,6 +202,7 @@ def measure_table(args: Args) -> None:
         refuse(f"--table needs --peers, and --only some of: {', '.join(names)}")
     if not args.peers.is_dir():
         refuse(f"there is no folder --peers {args.peers}")
+    read_table()  # before hours of measurements
     about = "{cpu}, {cores} cores, Python {python}, torch {torch}".format(**machine())
     for pair in pairs:
         peer = pair.peer.replace("{peers}", shlex.quote(str(args.peers.resolve())))
@@ -237,15 +236,20 @@ def read_table() -> list[dict]:
     if not TABLE.exists():
         return []
     with TABLE.open(newline="") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    if not all(row.keys() == set(COLUMNS) and None not in row.values() for row in rows):
+        refuse(f"{TABLE} is damaged")
+    return rows
 
 
 def write_table(rows: list[dict]) -> None:
     """Write the rows in the order of the pairs, and README.md's table; docs/generate.py makes the one of the docs."""
-    with TABLE.open("w", newline="") as file:
+    temporary = TABLE.with_suffix(".tmp")  # a kill leaves what was there before
+    with temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted((row for row in rows if place(row) is not None), key=place))
+    temporary.replace(TABLE)
     before, _, rest = README.read_text().partition(README_START)
     README.write_text(before + README_START + readme_table(read_table()) + README_END + rest.partition(README_END)[2])
 
@@ -281,6 +285,9 @@ def main(args: Args) -> None:
         return measure_table(args)
     if args.ours is None:
         refuse("--ours or --table is needed")
+    program, script = (*shlex.split(args.ours), "")[:2]
+    if args.profile and not (Path(program).name.startswith("python") and script.endswith(".py")):
+        refuse(f"--profile needs `python SCRIPT.py ...`, not: {args.ours}")
     if not all("{steps}" in command for command in (args.ours, args.peer) if command):
         refuse("--ours and --peer need {steps}: two lengths of a run tell its steps from its start-up")
     about = machine()

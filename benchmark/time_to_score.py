@@ -202,15 +202,26 @@ def run(by: Contestant, peers: Path, seed: int) -> tuple[pd.DataFrame, pd.DataFr
     return pd.DataFrame([row], columns=COLUMNS), pd.DataFrame(curve, columns=CURVE_COLUMNS)
 
 
+def read(path: Path, columns: list[str]) -> pd.DataFrame:
+    """A table, or one without rows if there is none."""
+    try:
+        rows = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=columns)
+    except ValueError as error:  # pandas' own are such
+        refuse(f"{path} is damaged ({error})")
+    if list(rows.columns) != columns or rows[["task", "by", "seed", columns[-1]]].isna().any(axis=None):
+        refuse(f"{path} is damaged")
+    return rows
+
+
 def put(rows: pd.DataFrame, path: Path) -> None:
     """Write the rows of a run into a table, in the place of those that it had of this run."""
-    run = ["task", "by", "seed"]
-    before = pd.read_csv(path) if path.exists() else rows[:0]
+    run, before = ["task", "by", "seed"], read(path, list(rows.columns))
     before = before[(before[run] != rows[run].iloc[0]).any(axis=1)]
     names = [(by.task, by.by) for by in CONTESTANTS]
     records = before.to_dict("records") + rows.to_dict("records")
     records.sort(key=lambda row: (names.index((row["task"], row["by"])), row["seed"]))
-    pd.DataFrame(records, columns=rows.columns).astype({"seed": int}).to_csv(path, index=False)
+    pd.DataFrame(records, columns=rows.columns).astype({"seed": int}).to_csv(path.with_suffix(".tmp"), index=False)
+    path.with_suffix(".tmp").replace(path)  # a kill leaves what was there before
 
 
 def main(args: Args) -> None:
@@ -222,6 +233,9 @@ def main(args: Args) -> None:
         refuse(f"--by takes some of: {', '.join(sides)}")
     if not args.peers.is_dir():
         refuse(f"there is no folder --peers {args.peers}")
+    tables = {DATA / "speed_time_to_score.csv": COLUMNS, DATA / "speed_time_to_score_curves.csv": CURVE_COLUMNS}
+    for path, columns in tables.items():
+        read(path, columns)  # before hours of runs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
     for seed in args.seeds:
         for by in CONTESTANTS[:: 1 if seed % 2 else -1]:
@@ -229,8 +243,8 @@ def main(args: Args) -> None:
                 continue
             row, curve = run(by, args.peers, seed)
             print(row.to_string(columns=COLUMNS[:8], index=False, header=False), flush=True)
-            put(row, DATA / "speed_time_to_score.csv")
-            put(curve, DATA / "speed_time_to_score_curves.csv")
+            for path, rows in zip(tables, (row, curve)):
+                put(rows, path)
 
 
 if __name__ == "__main__":

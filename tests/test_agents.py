@@ -12,6 +12,7 @@ from cleanmarl.evaluate import evaluate
 
 import optional
 import pytest
+from toys import wait_for
 
 BENCHMARK = Path(__file__).parents[1] / "benchmark"
 AGENTS = sorted(path.parent for path in BENCHMARK.glob("agents/*/scores.json"))
@@ -60,12 +61,22 @@ def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
         subprocess.run(command, capture_output=True, check=True, env=env)
         assert (out / "ppo.py").exists() == is_kept and (not is_kept or (out / "ppo.py").read_text() == text)
         (out / "scores.json").unlink()  # as if it had been interrupted
+    subprocess.run(command, capture_output=True, check=True)
+    was = (out / "checkpoint.pt").stat().st_ino
+    long = subprocess.Popen([*command[:-1], "1000000"], stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: (out / "checkpoint.pt").stat().st_ino != was)
+    finally:
+        long.kill()
+        long.wait()
+    assert not (out / "scores.json").exists()  # which were those of another network
     other = tmp_path / "agents" / "another" / "scores.json"
     other.parent.mkdir()
-    other.write_text("")
-    damaged = subprocess.run(command, capture_output=True, text=True)
-    assert damaged.returncode == 2 and damaged.stderr.startswith(f"keep: {other} is damaged (")
-    assert damaged.stderr.count("\n") == 1
+    for text in ("", '{"sampled": [1, 2]}', "[]"):
+        other.write_text(text)
+        damaged = subprocess.run(command, capture_output=True, text=True)
+        assert damaged.returncode == 2 and damaged.stderr.startswith(f"keep: {other} is damaged (")
+        assert damaged.stderr.count("\n") == 1
     other.unlink()
     (tmp_path / "README.md").write_text("# My thesis\n")
     mine = subprocess.run([*command[:3], "--out", tmp_path / "mine"], capture_output=True, text=True)

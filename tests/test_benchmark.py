@@ -427,6 +427,12 @@ def test_speed_measures_a_pair_for_the_tables(tmp_path, monkeypatch, capsys):
             speed.measure_table(speed.Args(table=True, **given))
         assert line in capsys.readouterr().err
 
+    whole = speed.TABLE.read_text()
+    speed.TABLE.write_text(whole[:-100])
+    with pytest.raises(SystemExit, match="2"):
+        speed.measure_table(speed.Args(table=True, peers=tmp_path))
+    assert capsys.readouterr().err.endswith("speed.csv is damaged\n") and speed.TABLE.read_text() == whole[:-100]
+
     speed.write_table([row, row | {"script": "busy", "ratio": "31.44"}, row | {"script": "gone"}])
     assert [r["script"] for r in speed.read_table()] == ["busy", "busy --compile"]  # in the order of the pairs
     text = (tmp_path / "README.md").read_text()
@@ -474,6 +480,7 @@ def test_commands_of_the_pairs_are_ones_that_their_scripts_take(pair, tmp_path):
         (["--ours", "python -c pass"], "--ours and --peer need {steps}"),
         (["--ours", "python x {steps}", "--peer", "python x"], "--ours and --peer need {steps}"),
         (["--ours", "python x {steps}", "--repeats", "0"], "--repeats be at least 1"),
+        (["--ours", "python -m x {steps}", "--profile"], "--profile needs `python SCRIPT.py ...`, not: python -m x"),
         (["--ours", "no-such-program {steps}"], "no-such-program cannot be run: No such file or directory"),
     ],
 )
@@ -659,6 +666,12 @@ def test_profile_splits_the_time_of_main(tmp_path):
     script.write_text(ROLLOUT.replace("def collect", "def gather").replace("collect(envs)", "gather(envs)"))
     spent = speed.split_time(f"python {script} {{steps}}", steps=1)
     assert spent["forward"] == 0 and spent["env"] > 0.3  # no function named collect: env is still known
+
+
+@pytest.mark.parametrize("script, flag", [("hand_written", "num-episodes"), ("hand_written", "num-warehouse-episodes")])
+def test_no_episode_is_no_score(script, flag, tmp_path):
+    result = cli(f"{script}.py", f"--{flag}", "0", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (2, f"{script}: --{flag} must be greater than 0, not 0\n")
 
 
 def test_hand_written_listener_goes_where_the_speaker_knows():

@@ -40,6 +40,12 @@ def test_steps_that_reset_change_no_other_advantage_and_cleanrls_scores_hold_poi
     spec = importlib.util.spec_from_file_location("envpool_puzzle", ROOT / "benchmark" / "envpool_puzzle.py")
     envpool_puzzle = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(envpool_puzzle)
+    for flags, line in (
+        ({"num_steps": 0}, "--num-steps must be greater than 0, not 0"),
+        ({"num_steps": 3}, "too few games ended: raise --num-steps"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            envpool_puzzle.main(envpool_puzzle.Args(**flags))
     played = envpool_puzzle.play(envpool_puzzle.Args(num_envs=3, num_steps=600, max_episode_steps=190))
     assert 0.01 < played["resets"].mean() < 0.05 and played["truncation"].any()
     assert envpool_puzzle.change_of_advantages(played)[0] < 1e-6

@@ -506,8 +506,16 @@ const places = {}, place = () => ({ value: "step", children: [], addEventListene
 globalThis.document = { getElementById: id => places[id] ??= place(), querySelector: () => ({ value: "step" }) };
 const page = require("fs").readFileSync(process.argv[1], "utf8");
 new Function(page.match(/<script>([^]*)<\\/script>/)[1])();
-console.log(places.plot.html);
+console.log(places.plot.html, places.legend.html, places.missing.textContent);
 """
+
+
+def test_a_name_with_marks_of_html_leaves_the_page_whole(tmp_path):
+    write_run(tmp_path / "run", {report.RETURN: [(1, 0.0), (2, 1.0)]}, env_id="Env<!--<script></script>")
+    report.main(report.Args([tmp_path / "run"], out=tmp_path / "a"))
+    page = (tmp_path / "report.html").read_text()
+    line = re.search(r"^const DATA = (.*);$", page, re.MULTILINE)[1]
+    assert list(json.loads(line)) == ["Env<!--<script></script>"] and "<" not in line
 
 
 def test_a_curve_of_one_point_is_seen(tmp_path):
@@ -522,7 +530,9 @@ def test_a_curve_of_one_point_is_seen(tmp_path):
         assert done.stdout.count("<circle ") == 1 and "NaN" not in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("values, kept", [((1.0, math.nan, 3.0), [1, 3]), ((math.nan,) * 3, None)])
+@pytest.mark.parametrize(
+    "values, kept", [((1.0, math.nan, 3.0), [1, 3]), ((1.0, math.inf, 3.0), [1, 3]), ((math.nan,) * 3, None)]
+)
 def test_points_that_are_no_numbers_are_not_drawn_on_the_page(values, kept, tmp_path):
     """Of a metric of a copy's own: run.log looks at losses alone. The other curve is there."""
     for name, points in (("ill", values), ("sound", (5.0, 5.0, 5.0))):
@@ -534,9 +544,9 @@ def test_points_that_are_no_numbers_are_not_drawn_on_the_page(values, kept, tmp_
     assert [curve["mean"] for curve in data[TASKS[0]]["curves"]] == [kept, [5, 5, 5]]
     if shutil.which("node"):
         done = subprocess.run(["node", "-e", NODE, tmp_path / "report.html"], capture_output=True, text=True)
-        assert done.stdout.count('class="curve"') == (1 if kept is None else 2) and "NaN" not in done.stdout, (
-            done.stderr
-        )
+        assert done.stdout.count('class="curve"') == (1 if kept is None else 2), done.stderr
+        assert done.stdout.count("<button") == done.stdout.count('class="curve"')  # the rest is in the table alone
+        assert "NaN" not in done.stdout and "not kept" not in done.stdout
 
 
 def test_a_long_name_leaves_the_panel_its_room(tmp_path):

@@ -1,5 +1,6 @@
 """benchmark/scaling.py on real runs, and what redraw.py makes of its tables."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -8,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from toys import wait_for
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 
 import redraw  # noqa: E402
 import scaling  # noqa: E402
+
+LINUX = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 
 
 @pytest.fixture
@@ -36,6 +40,29 @@ def test_more_actors_are_measured_and_drawn(data, monkeypatch):
     low, high = sorted(alone.steps_per_second)
     assert first.startswith(f"| 0 | {alone.steps_per_second.median():,.0f} ({low:,}-{high:,}) | 0% (0%-0%) | 0.0 ")
     assert second.startswith("| 1 | ") and "<svg" in (data.parent / "impala_speed.svg").read_text()
+
+
+def test_a_run_without_a_pace_is_one_line(tmp_path):
+    line = [sys.executable, "benchmark/scaling.py", "actors", "--steps", "400", "--repeats", "1", "--out", tmp_path]
+    done = subprocess.run(line, cwd=BENCHMARK.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.endswith("steps are too few to measure: raise --steps\n")
+    assert done.stderr.count("\n") == 1
+
+
+@LINUX
+def test_who_ends_it_ends_the_run_that_it_measures(tmp_path):
+    line = [sys.executable, "benchmark/scaling.py", "agents", "--steps", "400000000", "--out", tmp_path / "out"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # where the run has its folder
+    process = subprocess.Popen(line, cwd=BENCHMARK.parent, env=env)
+    try:
+        wait_for(lambda: list(tmp_path.glob("*/mpe*/events*")))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.terminate()
+        assert process.wait(60) == 143 and children
+        wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("script, flag", [("scaling", "repeats"), ("matrix_games", "seeds"), ("qtran_matrix", "seeds")])

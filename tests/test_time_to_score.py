@@ -82,6 +82,15 @@ def test_a_command_that_fails_ends_it(results, tmp_path, monkeypatch):
     assert not list(results.iterdir())
 
 
+@pytest.mark.parametrize("cut", [0, 700, -40, -200])
+def test_a_table_that_is_cut_off_is_told_before_any_run(cut, results, tmp_path, capsys):
+    path = results / "speed_time_to_score.csv"
+    path.write_text((BENCHMARK.parent / "docs" / "results" / "data" / path.name).read_text()[:cut])
+    with pytest.raises(SystemExit, match="2"):
+        time_to_score.main(time_to_score.Args(peers=tmp_path))
+    assert f"{path} is damaged" in capsys.readouterr().err
+
+
 def test_a_task_that_is_not_there_is_one_line(results, tmp_path, capsys):
     for peers, given, line in (
         (tmp_path, {"only": ("CartPole-v1", "CartPole")}, "--only takes some of: CartPole-v1, CartPole-v1, to the end"),
