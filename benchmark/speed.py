@@ -285,7 +285,7 @@ def main(args: Args) -> None:
         return measure_table(args)
     if args.ours is None:
         refuse("--ours or --table is needed")
-    program, script = (*shlex.split(args.ours), "")[:2]
+    program, script = (*to_argv(args.ours, steps=1, seed=1, tmp=""), "")[:2]
     if args.profile and not (Path(program).name.startswith("python") and script.endswith(".py")):
         refuse(f"--profile needs `python SCRIPT.py ...`, not: {args.ours}")
     if not all("{steps}" in command for command in (args.ours, args.peer) if command):
