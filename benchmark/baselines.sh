@@ -35,8 +35,7 @@ listen() {  # script, number of seeds, folder of the runs, flags
         --env-ids mpe/simple_speaker_listener_v4 --runs-dir "runs/$3" -- "${@:4}"
 }
 for script in vdn idqn qmix; do listen $script 5 vdn_listener_long --total-timesteps 2000000; done
-for script in qtran vdn_lstm; do listen $script 5 vdn_listener_long --total-timesteps 2000000; done
-listen qmix_lstm 4 vdn_listener_long --total-timesteps 2000000
+for script in qtran vdn_lstm qmix_lstm; do listen $script 5 vdn_listener_long --total-timesteps 2000000; done
 $PYTHON benchmark/report.py runs/vdn_listener_long --out docs/results/vdn_listener_long --note "the defaults of each script" \
     --command benchmark/baselines.sh
 # battles: a package of its own, docs/environments.md
@@ -67,11 +66,11 @@ spread masac 1 masac_spread_longer --total-timesteps 2000000
 $PYTHON benchmark/report.py runs/masac_spread_longer --out docs/results/masac_spread_longer --command benchmark/baselines.sh \
     --note "the defaults"
 listen masac 5 masac_listener --total-timesteps 500000
-listen dop 4 masac_listener --total-timesteps 500000 --gamma 0.95
-listen coma 1 masac_listener --total-timesteps 2000000 --gamma 0.95
+listen dop 5 masac_listener --total-timesteps 500000 --gamma 0.95
+listen coma 5 masac_listener --total-timesteps 2000000 --gamma 0.95
 $PYTHON benchmark/report.py runs/masac_listener --out docs/results/masac_listener --command benchmark/baselines.sh \
     --note "the defaults of each script, and a discount of 0.95 for DOP and COMA"
-listen facmac 4 facmac_listener --total-timesteps 500000
+listen facmac 5 facmac_listener --total-timesteps 500000
 $PYTHON benchmark/report.py runs/facmac_listener --out docs/results/facmac_listener --command benchmark/baselines.sh \
     --note "the defaults"
 spread coma 1 coma_spread_long/0.99 --total-timesteps 1000000
