@@ -665,7 +665,8 @@ def soak(args: Args, flags: list[str]) -> int:
 
 
 def main(args: Args, flags: list[str]) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))
     torch.set_num_threads(1)  # before it forks
     return soak(args, flags) if args.soak else kill_all(args)
 

@@ -27,6 +27,7 @@ independent critics of ippo.py.
 """
 
 import multiprocessing
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -360,6 +361,8 @@ def write_data(args: Args) -> None:
 
 def main(args: Args) -> None:
     check_ranges(args)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # so that the pool ends its processes
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     jobs = find_jobs(args)
     if jobs:

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -362,6 +363,13 @@ def row_of(detail: str, script: str, old: str, new: str) -> tuple[str, str, str]
     return detail, script, f"`{old}` -> `{new}`"
 
 
+def stop(signum: int, _frame: object) -> None:
+    """At a signal: a pool would wait for the tests that its processes are at."""
+    for process in multiprocessing.active_children():
+        process.terminate()
+    sys.exit(128 + signum)
+
+
 def main(args: Args) -> int:
     """Print a table of mutations and the tests that caught them; returns the exit status."""
     unknown = set(args.details) - set(generate.DETAILS)
@@ -375,6 +383,8 @@ def main(args: Args) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
     tests = [proofs(detail, script) for detail, script, *_ in todo]
     marked = set().union(*tests)
     context = multiprocessing.get_context("forkserver")  # imports the large packages once

@@ -406,11 +406,13 @@ def submit_slurm(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
     (args.runs_dir / "logs").mkdir(parents=True, exist_ok=True)
     script = args.runs_dir / "grid.sbatch"
     command = shlex.join(argv_of(args, flags, "INDEX")).replace("--index INDEX", '--index "$SLURM_ARRAY_TASK_ID"', 1)
-    output = args.runs_dir.absolute() / "logs" / "slurm-%A_%a.txt"
+    folder = str(args.runs_dir.absolute()).replace("%", "%%")  # Slurm fills in what follows a single one
+    output = f"{folder}/logs/slurm-%A_%a.txt"
     places = {"array": ",".join(map(str, missing)), "workers": args.workers, "output": output}
     script.write_text(SBATCH.format(**places, folder=shlex.quote(str(Path.cwd())), command=command))
     if shutil.which("sbatch") is None:
-        print(f"wrote {script}; this machine has no sbatch: where there is one, `sbatch {script}` submits it")
+        submit = shlex.join(["sbatch", str(script)])
+        print(f"wrote {script}; this machine has no sbatch: where there is one, `{submit}` submits it")
         return 0
     return subprocess.run(["sbatch", str(script)]).returncode
 

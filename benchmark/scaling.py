@@ -100,7 +100,8 @@ def pace(run: Path) -> dict[str, float]:
 def main(args: Args) -> None:
     check_ranges(args)
     args.out.mkdir(parents=True, exist_ok=True)  # before hours of measurements
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `speed.run` ends its child
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # so that `speed.run` ends its child
     if args.what == "agents":
         name, table = "mappo_agents", agents(args.steps or 25_600, args.repeats)
     else:

@@ -280,7 +280,8 @@ def with_range(row: dict) -> str:
 def main(args: Args) -> None:
     if not 0 < args.short < 1 or args.repeats < 1:
         refuse("--short must lie between 0 and 1, and --repeats be at least 1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # so that `run` ends its child
     if args.table:
         return measure_table(args)
     if args.ours is None:

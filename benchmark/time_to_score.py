@@ -236,7 +236,8 @@ def main(args: Args) -> None:
     tables = {DATA / "speed_time_to_score.csv": COLUMNS, DATA / "speed_time_to_score_curves.csv": CURVE_COLUMNS}
     for path, columns in tables.items():
         read(path, columns)  # before hours of runs
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends its child
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # so that `run` ends its child
     for seed in args.seeds:
         for by in CONTESTANTS[:: 1 if seed % 2 else -1]:
             if (args.only and by.task not in args.only) or (args.by and by.by not in args.by):

@@ -7,9 +7,10 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 # A script that was started from a command line is imported for some seconds: Ctrl-C then ends it without a traceback.
-# Once there is something to save, Run handles the signal.
+# Once there is something to save, Run handles the signal; programs of benchmark/ that start others do it in `main`.
 _by_name = sys.argv[0] == "-m" and any(arg.startswith("cleanmarl.") for arg in sys.orig_argv)  # python -m cleanmarl.ppo
-_by_path = Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent  # python cleanmarl/ppo.py
+_here = Path(__file__).resolve().parent
+_by_path = Path(sys.argv[0]).resolve().parent in (_here, _here.parent / "benchmark")  # python cleanmarl/ppo.py
 if (_by_name or _by_path) and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -26,6 +26,9 @@ class StackedLinear(nn.Module):
     M = A: each agent has its own. M = 1: one serves all. x may be a tuple of parts that stand for their concatenation
     and broadcast over agents: (state (R, 1, S), obs (R, A, D)) gives W [s, x] = W_s s + W_x x, so that what all agents
     see, which may be large, is read once.
+
+    torch.nn.init takes the weight for one of a convolution: give it each network's, `for w in layer.weight.detach()`,
+    as `w.T`, (out, in) like that of nn.Linear.
     """
 
     def __init__(self, num_networks: int, size_in: int, size_out: int):

@@ -177,7 +177,12 @@ class Agent(nn.Module):
         # bfloat16 may be rounded otherwise for N rows than for a minibatch: then the first ratio is 1 to two digits
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bf16):
             hidden = self.network(obs.flatten(0, 1).to(torch.float32, memory_format=torch.channels_last).div_(255))
-        hidden = hidden.float().unflatten(0, start.shape)
+        hidden, lstm_state = self.remember(hidden.float().unflatten(0, start.shape), lstm_state, start)
+        return self.actor(hidden), self.critic(hidden).squeeze(-1), lstm_state
+
+    @torch.compiler.disable  # every minibatch has other places where episodes begin: each would be compiled anew
+    def remember(self, hidden: torch.Tensor, lstm_state: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The LSTM's outputs (T, N, H) for what is seen (T, N, 512), and its state after it."""
         outputs = []
         # detail lstm-3: where an episode begins, the state is 0; the steps up to the next such place are one call
         begins = start[1:].any(1).nonzero().flatten() + 1
@@ -186,8 +191,7 @@ class Agent(nn.Module):
             output, lstm_state = self.lstm(hidden[first:end], tuple(lstm_state[:, None]))
             lstm_state = torch.cat(lstm_state)
             outputs.append(output)
-        hidden = torch.cat(outputs)
-        return self.actor(hidden), self.critic(hidden).squeeze(-1), lstm_state
+        return torch.cat(outputs), lstm_state
 
 
 def first_state(agent: Agent, num_envs: int) -> torch.Tensor:

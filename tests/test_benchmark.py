@@ -20,6 +20,7 @@ import tyro
 from optional import need, needs
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
+LINUX = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 sys.path.insert(0, str(BENCHMARK))
 import hand_written  # noqa: E402
 import report  # noqa: E402
@@ -289,6 +290,7 @@ def test_slurm_script_runs_one_trial_for_each_index(toy):
     assert result.returncode == 0 and "sbatch runs/grid.sbatch" in result.stdout, result.stderr
     script = toy / "runs" / "grid.sbatch"
     assert "#SBATCH --array=1,2,3%3\n" in script.read_text()  # the first is finished
+    assert f'--output="{toy}/runs/logs/slurm-%A_%a.txt"' in script.read_text()
     for index in ("1", "2", "3"):
         subprocess.run(["bash", script], env={**os.environ, "SLURM_ARRAY_TASK_ID": index}, check=True, cwd="/")
     entries = manifest(toy).values()
@@ -318,12 +320,14 @@ def wait_for(condition, seconds: float = 120) -> None:
 
 
 def test_a_grid_without_git_and_in_a_folder_with_the_name_of_a_placeholder(toy):
-    argv = ["--command", "python toy.py", "--env-ids", "e", "--num-seeds", "1", "--runs-dir", "INDEX of runs"]
+    argv = ["--command", "python toy.py", "--env-ids", "e", "--num-seeds", "1", "--runs-dir", "INDEX of 5%j runs"]
     result = cli("run.py", *argv, "--backend", "slurm", cwd=toy, env={**os.environ, "PATH": ""})
     assert result.returncode == 0, result.stderr
-    script = toy / "INDEX of runs" / "grid.sbatch"
+    script = toy / "INDEX of 5%j runs" / "grid.sbatch"
+    assert "`sbatch 'INDEX of 5%j runs/grid.sbatch'`" in result.stdout  # as one would paste it
+    assert "INDEX of 5%%j runs/logs/slurm-%A_%a.txt" in script.read_text()  # %% is a % to Slurm, %j a number
     subprocess.run(["bash", script], env={**os.environ, "SLURM_ARRAY_TASK_ID": "0"}, check=True, cwd="/")
-    assert len(list((toy / "INDEX of runs").glob("*/done.json"))) == 1
+    assert len(list((toy / "INDEX of 5%j runs").glob("*/done.json"))) == 1
     result = cli("run.py", *argv[:-2], cwd=toy, env={**os.environ, "PATH": str(toy)})
     assert result.returncode == 0, result.stderr
 
@@ -354,6 +358,54 @@ def test_a_grid_of_nothing_is_no_success(toy):
 def test_what_is_no_command_is_one_line(command, why, toy):
     result = cli("run.py", "--command", command, "--env-ids", "e", cwd=toy)
     assert (result.returncode, result.stderr) == (2, f"run: {why}\n")
+
+
+# signals
+
+
+def of_session(pid: int) -> list[str]:
+    """The processes that live in the session of `pid`, which began it."""
+    texts = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            texts.append(path.read_text())
+    fields = [text.rpartition(")")[2].split() for text in texts]
+    return [text for text, (state, _, _, session, *_) in zip(texts, fields) if int(session) == pid and state != "Z"]
+
+
+@LINUX
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["matrix_games", "mutate_details"])
+def test_who_ends_a_program_ends_its_processes(name, signum, tmp_path):
+    need(*{"matrix_games": ["matplotlib"], "mutate_details": ["pygments"]}[name])
+    flags = ["--runs-dir", tmp_path, "--out", tmp_path] if name == "matrix_games" else ["core-3", "--workers", "1"]
+    argv = [sys.executable, BENCHMARK / f"{name}.py", *map(str, flags)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        wait_for(lambda: len(of_session(process.pid)) >= 4)  # with a resource tracker, and a fork server or two workers
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, "Traceback" in err) == (128 + signum, "", False), err
+        wait_for(lambda: not of_session(process.pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@LINUX
+@pytest.mark.parametrize("name", ["report", "redraw"])
+def test_ctrl_c_is_no_traceback_while_a_program_starts(name):
+    need("matplotlib")
+    process = subprocess.Popen(
+        [sys.executable, BENCHMARK / f"{name}.py", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it may be ignored here
+    )
+    wait_for(lambda: "_multiarray" in Path(f"/proc/{process.pid}/maps").read_text())  # NumPy; the rest takes a second
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == (b"", b"") and process.returncode == -signal.SIGINT
 
 
 # speed.py

@@ -26,7 +26,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from optional import needs
+from optional import need, needs
 from toys import curves
 
 COMPILER = needs("g++")
@@ -125,6 +125,24 @@ def test_a_loss_is_compiled_once_while_exploration_falls(script, graphs, tmp_pat
     assert (
         len(shares) == len(set(shares)) == 12 and len(graphs) == 3
     )  # of actor, critics, and the try whether this machine can
+
+
+def test_a_network_with_a_memory_is_compiled_once_wherever_episodes_begin(graphs):
+    need("ale_py", "cv2")
+    args = ppo_atari_lstm.Args()
+    envs = ppo_atari_lstm.make_envs(args, 2)
+    agent = ppo_atari_lstm.Agent(envs, args)
+    values = compilable(lambda *inputs: agent(*inputs)[1])
+    obs, state = torch.randint(0, 256, (12, 2, 1, 84, 84), dtype=torch.uint8), torch.randn(2, 2, 128)
+    compile_losses(True, CPU)
+    for places in ([3], [1, 4], [], [2, 5, 6, 9, 10]):
+        start = torch.zeros(12, 2, dtype=torch.bool)
+        start[places, 1] = True
+        torch.testing.assert_close(values(obs, state, start), agent(obs, state, start)[1])
+        if places == [3]:
+            num_graphs = len(graphs)
+    assert len(graphs) == num_graphs > 1
+    envs.close()
 
 
 def test_without_a_compiler_it_ends_with_one_line(tmp_path):

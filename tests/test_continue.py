@@ -191,6 +191,25 @@ def test_a_group_of_an_optimizer_may_have_another_order_after_a_resume(name, dim
     assert difference(ours["optimizer"], theirs["optimizer"]) is not None  # which has another order
 
 
+@pytest.mark.parametrize("other, lacks", [("SGD", "dampening, momentum"), ("RMSprop", "alpha")])
+def test_the_state_of_another_optimizer_is_refused(other, lacks, toy, tmp_path):
+    """torch takes it, and would fail at the first step with a KeyError."""
+    text = (FOLDER / "mappo.py").read_text()
+    assert text.count("torch.optim.Adam(groups, eps=1e-5, fused=True)") == 1
+    text = text.replace("torch.optim.Adam(groups, eps=1e-5, fused=True)", f"torch.optim.{other}(groups)")
+    (tmp_path / "mappo.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("other_mappo", tmp_path / "mappo.py")
+    sys.modules[spec.name] = script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    args = arguments("mappo", env_id("mappo", "toy"), tmp_path / "runs", eval_episodes=0)
+    folder = train("mappo", args)
+    before = (folder / "checkpoint.pt").read_bytes()
+    resumed = script.Args(**vars(args) | {"resume": folder, "total_timesteps": args.total_timesteps + 90})
+    with pytest.raises(UsageError, match=f"the optimizer of .*checkpoint.pt is of another class: it has no {lacks}$"):
+        script.main(resumed)
+    assert (folder / "checkpoint.pt").read_bytes() == before
+
+
 @pytest.mark.parametrize("name", [name for name in OF_AGENTS if "self.moments" in (FOLDER / f"{name}.py").read_text()])
 def test_a_loaded_buffer_has_the_same_moments_of_rewards(name):
     """To the last bit: they were added and subtracted one after another, and another order has other roundings."""

@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
-from cleanmarl import enjoy, impala
+from cleanmarl import enjoy, impala, impala_replay
 from cleanmarl.actors import Actors, Parameters, RayActor, slot_dtype
 from cleanmarl.cli import RunError, launch
 from cleanmarl.envs import workers
@@ -271,8 +271,11 @@ def test_time_limits_are_truncations_with_their_last_observation():
     np.testing.assert_array_equal(unrolls["obs"][..., 0], np.tile([*[0, 1, 2, 3, 4] * 3, 0, 1], (4, 1)))
 
 
-def test_a_termination_at_the_time_limit_is_no_truncation():
-    _, _, unrolls = play(impala.Args(env_id="Bell-v0", **SMALL))
+@pytest.mark.parametrize("script", [impala, impala_replay], ids=lambda script: script.__name__)
+def test_a_termination_at_the_time_limit_is_no_truncation(script):
+    player = script.Player(script.Args(env_id="Bell-v0", num_envs=4, unroll_length=16), 0, 0)
+    unrolls = np.zeros(4, script.unroll_dtype(player.envs, player.args))
+    player.play(script.Agent(player.envs, player.args), unrolls)
     assert unrolls["termination"].sum() == 12 and not unrolls["truncation"].any()
 
 

@@ -431,3 +431,16 @@ def test_statistics_that_go_on_act_as_they_are():
 def test_statistics_of_samples_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"samples are \(R, A, D\), not \(512, 1\)"):
         RunningMeanStd(1, 1).update(torch.rand(512, 1))
+
+
+def test_networks_of_a_stack_are_initialised_as_the_page_says():
+    """docs/change.md: each one's weight as torch.nn.Linear's would be."""
+    torch.manual_seed(0)
+    layer = StackedLinear(3, 400, 100)
+    for init, std in ((torch.nn.init.xavier_uniform_, 500**-0.5 * 2**0.5), (torch.nn.init.kaiming_uniform_, 200**-0.5)):
+        for w in layer.weight.detach():
+            init(w.T)
+        assert layer.weight.std((1, 2)).tolist() == pytest.approx([std] * 3, rel=0.02)
+    for w in layer.weight.detach():
+        torch.nn.init.orthogonal_(w.T)
+    torch.testing.assert_close(layer.weight.mT @ layer.weight, torch.eye(100).expand(3, -1, -1), rtol=0, atol=1e-5)

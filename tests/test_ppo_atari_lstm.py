@@ -1,5 +1,6 @@
 """ppo_atari_lstm.py: its five details; training replays the rollout's log-probabilities across the ends of episodes."""
 
+import copy
 import dataclasses
 
 from cleanmarl import enjoy, ppo_atari_lstm
@@ -115,6 +116,22 @@ def test_nothing_is_remembered_of_an_earlier_episode():
     same = (before - after).abs().amax(-1) < 1e-7
     assert same[:2].all() and not same[2].any() and same[3:, 0].all() and not same[3:, 1].any()
     assert (state_before[:, 0] == state_after[:, 0]).all() and (state_before[:, 1] != state_after[:, 1]).any()
+
+
+# proves core-11
+def test_gradients_are_clipped_by_one_norm(collected):
+    args, agent, (_, batch), _ = collected
+    args, agent = dataclasses.replace(args, num_minibatches=1, max_grad_norm=0.01, vf_coef=100.0), copy.deepcopy(agent)
+    before = torch.cat([p.detach().flatten() for p in agent.parameters()])
+    ppo_atari_lstm.update(agent, torch.optim.SGD(agent.parameters(), lr=1.0), batch, 0.2, args)
+    change = torch.cat([p.detach().flatten() for p in agent.parameters()]) - before
+    assert change.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_actions_are_never_repeated_by_chance():
+    envs = make(1)
+    assert envs.unwrapped.envs[0].unwrapped.spec.kwargs["repeat_action_probability"] == 0
+    envs.close()
 
 
 def test_a_sequence_at_once_is_its_steps_one_by_one():

@@ -4,6 +4,7 @@ import copy
 import importlib
 import math
 
+from cleanmarl import ppo_procgen
 from cleanmarl.envs import make_gymnasium
 from cleanmarl.run import load_checkpoint
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from optional import need
-from toys import code
+from toys import Quiet, code, make_rollout
 
 PPO = {  # script: what its environment needs
     "ppo": [],
@@ -50,6 +51,8 @@ IMPALA = ["impala", "impala_continuous_action", "impala_atari_envpool"]
         (["ppo_continuous_action", "ppo_procgen"], ["RunningMeanStd"]),
         ([*IMPALA, "impala_ray", "impala_replay"], ["vtrace"]),
         (IMPALA, ["update"]),
+        ([*IMPALA, "impala_ray", "impala_replay"], ["RMSProp", "make_optimizer"]),
+        (["ppo_atari", "ppo_atari_lstm"], ["EpisodicLife", "FireReset", "warp_frame"]),
         (["impala", "impala_ray"], ["Agent", "Player", "impala_loss"]),
     ],
 )
@@ -144,6 +147,20 @@ def test_the_value_after_a_truncation_does_not_depend_on_the_statistics(name, mo
     without, with_value = rewards
     assert arrays[0].done.any(1).tolist() == [t % 3 == 2 for t in range(15)]
     assert (without != with_value)[2::3].all() and (without == with_value)[0::3].all()
+
+
+def test_procgens_rewards_are_scaled_by_its_discount_and_truncations_bootstrap(monkeypatch):
+    """Every reward is 1, every third step a truncation, and the value of everything 0.7."""
+    monkeypatch.setattr(FloatPictures, "size", 64)
+    args = ppo_procgen.Args(num_envs=2, num_steps=30, time_limit_bootstrap=True)
+    envs = impatient(FloatPictures, num_frames=3)(args, 2)
+    agent, twin = ppo_procgen.Agent(envs, args), ppo_procgen.Agent(envs, args)
+    torch.nn.init.zeros_(agent.critic.weight), torch.nn.init.constant_(agent.critic.bias, 0.7)
+    rollout = make_rollout(ppo_procgen, args, envs)
+    ppo_procgen.collect(agent, envs, envs.reset(seed=1)[0], rollout, args, Quiet())
+    for t in range(30):
+        scaled = twin.scale_reward(np.ones(2), np.full(2, t % 3 == 2), args.gamma)
+        np.testing.assert_allclose(rollout.reward[t], scaled + 0.7 * args.gamma * (t % 3 == 2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*IMPALA[:2], "impala_replay", "impala_ray"])

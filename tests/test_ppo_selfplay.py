@@ -318,6 +318,17 @@ def test_an_epoch_uses_every_move_once(tmp_path, monkeypatch):
         assert torch.equal(torch.cat(epoch).sort().values, batch.advantage)
 
 
+# proves core-11
+def test_gradients_are_clipped_by_one_norm(tmp_path):
+    args = small(tmp_path, update_epochs=1, num_minibatches=1, max_grad_norm=0.01, vf_coef=100.0)
+    agent, rollout, seen, _ = first_rollout(args)
+    batch = estimate(agent, rollout, seen, args)
+    before = torch.cat([p.detach().flatten() for p in agent.parameters()])
+    update(agent, torch.optim.SGD(agent.parameters(), lr=1.0), batch, args.clip_coef, args)
+    change = torch.cat([p.detach().flatten() for p in agent.parameters()]) - before
+    assert change.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
 def test_past_selves_are_drawn_from_the_whole_pool(tmp_path, monkeypatch):
     drawn = []
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,15 +51,16 @@ def test_a_run_without_a_pace_is_one_line(tmp_path):
 
 
 @LINUX
-def test_who_ends_it_ends_the_run_that_it_measures(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_who_ends_it_ends_the_run_that_it_measures(signum, tmp_path):
     line = [sys.executable, "benchmark/scaling.py", "agents", "--steps", "400000000", "--out", tmp_path / "out"]
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # where the run has its folder
     process = subprocess.Popen(line, cwd=BENCHMARK.parent, env=env)
     try:
         wait_for(lambda: list(tmp_path.glob("*/mpe*/events*")))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.terminate()
-        assert process.wait(60) == 143 and children
+        process.send_signal(signum)
+        assert process.wait(60) == 128 + signum and children
         wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     finally:
         process.kill()
