@@ -39,12 +39,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed
 from cleanmarl.cli import RESUME_MAY_CHANGE, RunArgs, UsageError, check, flag
 from cleanmarl.cli import read_run as read_meta
 
+import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -52,6 +50,7 @@ import tyro
 from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+matplotlib.use("Agg")  # no display needed
 HERE = Path(__file__).resolve().parent
 RETURN, NUM_EPISODES, EVAL = "rollout/ep_reward", "rollout/num_episodes", "eval/ep_reward"
 BATTLES = "eval/battle_won"
