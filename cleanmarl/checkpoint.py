@@ -84,13 +84,14 @@ def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
         state = checkpoint["modules"][name]
         if isinstance(module, torch.optim.Optimizer):
             state = in_order(state, checkpoint.get("parameters", {}).get(name), parameter_names(modules)[name])
+            settings = list(module.defaults)  # torch adds to them as it loads
         try:
             module.load_state_dict(state)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"the {name} of {file} does not fit the script as it is ({reason})") from error
         if isinstance(module, torch.optim.Optimizer):  # torch takes the state of any, and fails at the first step
-            lacks = sorted({key for group in module.param_groups for key in module.defaults if key not in group})
+            lacks = sorted({key for group in module.param_groups for key in settings if key not in group})
             check(not lacks, f"the {name} of {file} is of another class: it has no {', '.join(lacks)}")
 
 
