@@ -19,17 +19,18 @@ for script in vdn_lstm qmix_lstm; do spread $script 3 vdn_lstm_spread_long --tot
 $PYTHON benchmark/report.py runs/vdn_lstm_spread_long --out docs/results/vdn_lstm_spread_long --command benchmark/baselines.sh \
     --note "the defaults of each script"
 # where rewards are rare: rewards normalised, as in EPyMARL
-forage() {  # script, number of seeds, id of the environment, folder of the runs
+forage() {  # script, number of seeds, id of the environment, folder of the runs, steps
     rate=()
     if [ "$1" = qmix ]; then rate=(--learning-rate 1e-3 --polyak 0.01); fi
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" --env-ids "lbf/$3" \
-        --runs-dir "runs/$4" -- --total-timesteps 2000000 --gamma 0.99 --normalize-reward "${rate[@]}"
+        --runs-dir "runs/$4" -- --total-timesteps "$5" --gamma 0.99 --normalize-reward "${rate[@]}"
 }
-for script in vdn qmix idqn; do forage $script 5 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long; done
+for script in vdn qmix idqn; do forage $script 5 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long 2000000; done
 $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foraging_long --command benchmark/baselines.sh \
     --note "a discount of 0.99 and normalised rewards; QMIX with VDN's learning rate and target"
 # their curves are beside MAPPO's, which benchmark/mappo.sh draws
-for script in vdn qmix; do forage $script 1 Foraging-15x15-3p-5f-v3 mappo_foraging_15x15; done
+for script in vdn qmix; do forage $script 2 Foraging-15x15-3p-5f-v3 mappo_foraging_15x15 2000000; done
+forage vdn_lstm 1 Foraging-15x15-3p-5f-v3 mappo_foraging_15x15 4000000
 listen() {  # script, number of seeds, folder of the runs, flags
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
         --env-ids mpe/simple_speaker_listener_v4 --runs-dir "runs/$3" -- "${@:4}"
@@ -45,10 +46,10 @@ battle() {  # script, number of seeds, map, steps, discount
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" --env-ids "smax/$3" \
         --runs-dir "runs/vdn_smax_$3/$5" -- --total-timesteps "$4" --gamma "$5" --batch-size 32 "${rate[@]}"
 }
-for script in vdn idqn qmix; do battle $script 3 3m 600000 0.99; done
-battle vdn 4 2s3z 3000000 0.99
+for script in vdn idqn qmix; do battle $script 5 3m 600000 0.99; done
+battle vdn 5 2s3z 3000000 0.99
 battle qmix 3 2s3z 3000000 0.99
-battle qmix 3 2s3z 1500000 0.95
+battle qmix 5 2s3z 3000000 0.95
 $PYTHON benchmark/report.py runs/vdn_smax_2s3z --tag rollout/battle_won --out docs/results/vdn_smax_2s3z \
     --note "batches of 32 episodes; a discount of 0.99 but for a QMIX of 0.95, the default; QMIX with VDN's learning rate and target" \
     --command benchmark/baselines.sh
