@@ -180,7 +180,6 @@ class Agent(nn.Module):
         hidden, lstm_state = self.remember(hidden.float().unflatten(0, start.shape), lstm_state, start)
         return self.actor(hidden), self.critic(hidden).squeeze(-1), lstm_state
 
-    @torch.compiler.disable  # every minibatch has other places where episodes begin: each would be compiled anew
     def remember(self, hidden: torch.Tensor, lstm_state: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The LSTM's outputs (T, N, H) for what is seen (T, N, 512), and its state after it."""
         outputs = []
@@ -385,6 +384,8 @@ def main(args: Args) -> Path:
     device = set_up(args)
 
     envs = make_envs(args, args.num_envs)  # detail core-1: vectorized architecture
+    if args.compile:  # not this: episodes begin elsewhere in every minibatch, and each would be compiled anew
+        Agent.remember = torch.compiler.disable(Agent.remember)
     agent = Agent(envs, args).to(device)
     # detail core-3: Adam's epsilon is 1e-5, not the library's 1e-8
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

@@ -127,22 +127,23 @@ def test_a_loss_is_compiled_once_while_exploration_falls(script, graphs, tmp_pat
     )  # of actor, critics, and the try whether this machine can
 
 
-def test_a_network_with_a_memory_is_compiled_once_wherever_episodes_begin(graphs):
+def test_a_network_with_a_memory_is_compiled_once_wherever_episodes_begin(graphs, tmp_path, monkeypatch):
     need("ale_py", "cv2")
-    args = ppo_atari_lstm.Args()
-    envs = ppo_atari_lstm.make_envs(args, 2)
-    agent = ppo_atari_lstm.Agent(envs, args)
-    values = compilable(lambda *inputs: agent(*inputs)[1])
-    obs, state = torch.randint(0, 256, (12, 2, 1, 84, 84), dtype=torch.uint8), torch.randn(2, 2, 128)
-    compile_losses(True, CPU)
-    for places in ([3], [1, 4], [], [2, 5, 6, 9, 10]):
-        start = torch.zeros(12, 2, dtype=torch.bool)
-        start[places, 1] = True
-        torch.testing.assert_close(values(obs, state, start), agent(obs, state, start)[1])
-        if places == [3]:
-            num_graphs = len(graphs)
-    assert len(graphs) == num_graphs > 1
-    envs.close()
+    script, places, counts = ppo_atari_lstm, set(), []
+
+    def spy(agent, optimizer, batch, *rest):
+        places.update(batch.start[:, i].sum().item() for i in range(4))
+        metrics = update(agent, optimizer, batch, *rest)
+        counts.append(len(graphs))
+        return metrics
+
+    update = script.update
+    monkeypatch.setattr(script, "update", spy)
+    monkeypatch.setattr(script.Agent, "remember", script.Agent.remember)  # as it was, after the test
+    monkeypatch.setattr(script, "ppo_loss", compilable(script.ppo_loss.__wrapped__))
+    sizes = {"num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 1, "total_timesteps": 768}
+    script.main(script.Args(**sizes, eval_episodes=0, compile=True, runs_dir=str(tmp_path)))
+    assert len(places) > 2 and len(set(counts)) == 1 and len(counts) == 3
 
 
 def test_without_a_compiler_it_ends_with_one_line(tmp_path):
