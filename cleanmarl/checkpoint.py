@@ -92,7 +92,8 @@ def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
             raise UsageError(f"the {name} of {file} does not fit the script as it is ({reason})") from error
         if isinstance(module, torch.optim.Optimizer):  # torch takes the state of any, and fails at the first step
             lacks = sorted({key for group in module.param_groups for key in settings if key not in group})
-            check(not lacks, f"the {name} of {file} is of another class: it has no {', '.join(lacks)}")
+            message = f"the {name} of {file} is of another class, without {', '.join(lacks)}"
+            check(not lacks, f"{message}: take that class again, or begin a new run")
 
 
 def parameter_names(modules: dict[str, Any]) -> dict[str, list[list[str]]]:
