@@ -44,7 +44,7 @@ from speed import machine, refuse, to_argv  # benchmark/speed.py
 
 TRIES = 2  # of a trial that fails
 MISUSED = 2  # exit status of a script that cannot run as it was asked to: another try would end like it
-OF_THE_GRID = {"--env-id", "--seed", "--runs-dir"}  # flags of the script that are not the user's to give
+OF_THE_GRID = {"--env-id", "--seed", "--runs-dir", "--resume"}  # flags of the script that are not the user's to give
 OF_THE_END = ("end", "exit_status", "wall_seconds", "cpu_seconds")  # what an entry has of a trial that ended
 PACKAGES = ("cleanmarl", "numpy", "torch", "gymnasium", "envpool", "pettingzoo", "mpe2")
 SBATCH = """#!/bin/bash
@@ -239,7 +239,10 @@ def read_manifest(runs_dir: Path) -> dict[str, dict]:
     """OSError if it is cut off, as after a crash of the machine: its trials need only their logs and run folders."""
     path = runs_dir / "manifest.json"
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
+        manifest = json.loads(path.read_text()) if path.exists() else {}
+        if not isinstance(manifest, dict) or not all(isinstance(entry, dict) for entry in manifest.values()):
+            raise ValueError("no table of trials")
+        return manifest
     except ValueError as error:
         raise OSError(f"{path} is damaged ({error}); move it away, finished trials are skipped all the same") from error
 
@@ -424,8 +427,8 @@ def main(args: Args, flags: list[str]) -> int:
         print(f"run: there must be a program {program}, and at least one seed and one worker", file=sys.stderr)
         return 2
     if given := {flag.partition("=")[0].replace("_", "-") for flag in [*to_argv(args.command), *flags]} & OF_THE_GRID:
-        message = f"run: {' '.join(sorted(given))} is the grid's: give --num-seeds, --env-ids, --runs-dir"
-        print(f"{message}, before --", file=sys.stderr)
+        message = f"run: {' '.join(sorted(given))} is the grid's: give --num-seeds, --env-ids, --runs-dir, before --"
+        print(f"{message}; the same call again resumes what was interrupted", file=sys.stderr)
         return 2
     if not args.env_ids:
         print("run: --env-ids has no environment", file=sys.stderr)

@@ -198,7 +198,8 @@ class Search:
         args.env_ids = list(dict.fromkeys(args.env_ids))  # each once
         given = {word.partition("=")[0].replace("_", "-") for word in [*to_argv(args.command), *flags]}
         own = (given | set(map(flag, names))) & OF_THE_GRID
-        check(not own, f"{' '.join(sorted(own))} is the search's: give --num-seeds, --env-ids, --runs-dir, before --")
+        message = f"{' '.join(sorted(own))} is the search's: give --num-seeds, --env-ids, --runs-dir, before --"
+        check(not own, f"{message}; the same call again resumes what was interrupted")
         self.args, self.flags, self.stops = args, flags, stops
         self.script = script_args(args.command)
         self.space = {name_of(text): read_param(text, self.script) for text in args.params}

@@ -139,7 +139,11 @@ class Policy:
         self.step = state["step"]
         self.envs = self.script.make_envs(self.args, num_envs, **options)
         # It is on the CPU, wherever the run's was: --bf16 auto would ask for the run's GPU, which need not be here.
-        self.agent = self.script.Agent(self.envs, dataclasses.replace(self.args, device="cpu"))
+        try:
+            self.agent = self.script.Agent(self.envs, dataclasses.replace(self.args, device="cpu"))
+        except FileNotFoundError as error:  # the copy in the run folder looks beside itself
+            message = f"Agent of {self.script.__file__} reads {error.filename}, which is not there"
+            raise UsageError(f"{message}: let a flag have the whole path") from error
         load_states(state, path, agent=self.agent)
         self.agent.eval()  # dropout and batch norm, which an edited network may have
         self.act = self.script.make_policy(self.agent, greedy=greedy)

@@ -123,7 +123,7 @@ def test_a_trial_is_the_same_however_its_flags_are_spelled(toy):
         assert again.returncode == 0 and again.stdout.count("finished before, skipped") == 2, again.stdout
 
 
-@pytest.mark.parametrize("left", ["", '{"python toy.py'])
+@pytest.mark.parametrize("left", ["", '{"python toy.py', "[]", '{"a": 3}'])
 def test_a_manifest_that_a_crash_left_damaged_is_one_line(left, toy):
     assert run_cli(toy).returncode == 0
     (toy / "runs" / "manifest.json").write_text(left)
@@ -341,10 +341,13 @@ def test_runner_refuses_what_cannot_run(toy):
 
 def test_runner_gives_each_trial_its_seed_itself(toy):
     result = cli("run.py", "--command", "python toy.py", "--env-ids", "e", "--", "--seed", "7", cwd=toy)
-    own = "run: --seed is the grid's: give --num-seeds, --env-ids, --runs-dir, before --\n"
+    given = "is the grid's: give --num-seeds, --env-ids, --runs-dir, before --"
+    own = f"run: --seed {given}; the same call again resumes what was interrupted\n"
     assert (result.returncode, result.stderr) == (2, own) and not (toy / "runs").exists()
     result = cli("run.py", "--command", "python toy.py --seed=7", "--env-ids", "e", cwd=toy)
     assert (result.returncode, result.stderr) == (2, own) and not (toy / "runs").exists()
+    result = cli("run.py", "--command", "python toy.py", "--env-ids", "e", "--", "--resume", "runs/a", cwd=toy)
+    assert (result.returncode, result.stderr) == (2, own.replace("--seed", "--resume"))
 
 
 def test_a_grid_of_nothing_is_no_success(toy):

@@ -149,6 +149,44 @@ def test_what_follows_an_episode_or_a_rollout_is_done_with_the_memory_of_its_lif
     assert checked == 6 + 3  # truncated in environments 1 and 3, and three whose episode the rollout cut
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_targets_within_a_rollout_come_from_the_target_network(shared, team):
+    """As coma's do, and the actions of the dead count as none."""
+    args = coma_lstm.Args(env_id=team, **SMALL, share_parameters=shared, td_lambda=0, gamma=0.9)
+    _, agent, ((rollout, batch),), _ = collected(args)
+    others = agent.others_actions(batch.action, batch.alive)
+    assert torch.equal(batch.others, others)
+    assert (others != agent.others_actions(batch.action, torch.ones_like(batch.alive))).any()
+    values = agent.values(agent.target_critic, batch.state, batch.obs, batch.alive, others)
+    value, target = (x.detach().view(20, 4, 3).numpy() for x in (coma.of_action(values, batch.action), batch.target))
+    expected = rollout.reward[:-1] + 0.9 * value[1:] * ~rollout.done[:-1]
+    np.testing.assert_allclose(target[:-1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("script", [coma, coma_lstm])
+def test_what_follows_is_the_value_of_sampled_actions_of_the_living(script, team, monkeypatch):
+    args = script.Args(env_id=team, **SMALL)
+    envs = script.make_envs(args, 2)
+    torch.manual_seed(0)
+    agent = script.Agent(envs, args)
+    obs, info = envs.reset(seed=1)
+    memory = [np.zeros((2, 3, agent.actor.memory_size), np.float32)] if script is coma_lstm else []
+    alive = np.array([[True, False, True]] * 2)
+    given = obs, info["state"], info["action_mask"], alive, *memory
+    plain, actions = script.Agent.others_actions, []
+    spy = lambda self, action, living: (actions.append(action), plain(self, action, living))[1]  # noqa: E731
+    monkeypatch.setattr(script.Agent, "others_actions", spy)
+    found = [script.bootstrap(agent, *given) for _ in range(600)]
+    state, seen, living = torch.from_numpy(given[1]), torch.from_numpy(obs), torch.from_numpy(alive).float()
+    values = agent.values(agent.target_critic, state, seen, living, plain(agent, actions[-1], living))
+    np.testing.assert_allclose(found[-1], coma.of_action(values, actions[-1]).detach(), rtol=1e-5)
+    inputs = (torch.from_numpy(x) for x in (obs, info["action_mask"], *memory))
+    probs = agent.logits(*inputs).softmax(-1)
+    counts = torch.nn.functional.one_hot(torch.stack(actions), probs.shape[-1]).sum(0)
+    assert (counts[info["action_mask"]] > 60).all()
+    torch.testing.assert_close(counts / 600, probs, atol=0.09, rtol=0)
+
+
 # proves recurrent-1
 def test_who_comes_back_where_a_time_limit_is_has_a_fresh_memory_there(monkeypatch):
     """The next action, whose value follows the episode, is chosen with the memories of those who lived alone."""

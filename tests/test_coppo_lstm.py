@@ -34,10 +34,30 @@ def test_settings_are_those_of_coppo_and_of_the_papers_starcraft():
 
 @pytest.mark.parametrize("script", [coppo_lstm, coppo_matrix])
 def test_rmsprop_is_the_papers(script, tmp_path):
-    """Smoothing 0.99, no momentum, no weight decay (appendix C)."""
+    """Smoothing 0.99, no momentum, no weight decay (appendix C); epsilon is PyMARL's."""
     args = script.Args(**SMALL, optimizer="rmsprop", runs_dir=str(tmp_path))
     groups = load_checkpoint(script.main(args))["modules"]["optimizer"]["param_groups"]
-    assert [(g["alpha"], g["momentum"], g["weight_decay"]) for g in groups] == [(0.99, 0, 0)] * 2
+    keys = "alpha", "momentum", "weight_decay", "eps"
+    assert [[group[key] for key in keys] for group in groups] == [[0.99, 0, 0, 1e-5]] * 2
+
+
+def test_what_is_logged_of_values_and_gradients_is_what_it_says(team):
+    """The variance explained is that of the living; norms are those of each network before they are clipped."""
+    args = Args(env_id=team, **SMALL | {"update_epochs": 1}, ent_coef=0.0)
+    _, agent, ((_, batch),), _ = collected(args)
+    batch = batch._replace(value=torch.where(batch.alive > 0, batch.return_, 1e3), advantage=batch.advantage * 10)
+    loss = coppo_lstm.actor_loss(agent, batch, args)[0] + coppo_lstm.critic_loss(agent, batch, args).sum()
+    norms = {}
+    for name in ("actor", "critic"):
+        parameters = list(getattr(agent, name).parameters())
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        norms[name] = torch.cat([g.flatten() for g in gradients]).norm()
+    actors, optimizer = Networks(agent.actor, 1), torch.optim.SGD(agent.parameters(), lr=0.0)
+    metrics = coppo_lstm.update(agent, actors, optimizer, batch, args)
+    assert metrics["train/explained_variance"] == pytest.approx(1)
+    for name, norm in norms.items():
+        torch.testing.assert_close(metrics[f"train/{name}_gradients"], norm)
+    assert abs(norms["actor"] / norms["critic"] - 1) > 0.1
 
 
 # proves coppo-1, coppo-2, coppo-4

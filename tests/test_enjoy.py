@@ -231,6 +231,21 @@ def test_a_copy_may_give_its_policy_another_argument(tmp_path):
         assert len({*actions.tolist()}) == (1 if greedy else 2)
 
 
+def test_a_file_that_an_agent_reads_is_looked_for_beside_the_kept_copy(tmp_path):
+    source = Path(ppo.__file__).read_text()
+    begin = "        super().__init__()\n"
+    assert begin in source
+    read = """        torch.load(Path(__file__).with_name("trunk.pt"), weights_only=True)\n"""
+    (tmp_path / "trunk_ppo.py").write_text(source.replace(begin, begin + read, 1))
+    torch.save({}, tmp_path / "trunk.pt")
+    command = [sys.executable, "trunk_ppo.py", "--total-timesteps", "512", "--eval-episodes", "0"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    (run,) = (tmp_path / "runs").iterdir()
+    line = f"Agent of {run}/trunk_ppo.py reads {run}/trunk.pt, which is not there: let a flag have the whole path"
+    with pytest.raises(UsageError, match=f"^{re.escape(line)}$"):
+        cleanmarl.load(run)
+
+
 @MOVIEPY
 def test_an_environment_without_pictures_trains_and_can_be_played(tmp_path, capsys):
     args = ppo.Args(env_id="Plain-v0", total_timesteps=512, eval_episodes=2, runs_dir=str(tmp_path), capture_video=True)

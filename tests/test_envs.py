@@ -663,7 +663,8 @@ def test_environments_of_neighbouring_seeds_differ():
         (
             {"vectors": True},
             {"observation_space": gym.spaces.Tuple([gym.spaces.Discrete(2)])},
-            "this script needs Box or Discrete observations and Spaces-v0 has Tuple(Discrete(2))",
+            "this script needs Box or Discrete observations and Spaces-v0 has Tuple(Discrete(2)): "
+            "let a function of your module return gym.wrappers.FlattenObservation(env), and name it",
         ),
         (
             {"discrete": True},

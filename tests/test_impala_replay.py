@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_impala import example_unrolls, learned, loss_by_definition, nn_vector
+from toys import code
 
 SMALL = {"num_actors": 0, "total_timesteps": 128, "num_envs": 4, "unroll_length": 16, "eval_episodes": 0}
 SMALL |= {"updates_per_collect": 1}
@@ -74,6 +75,20 @@ def test_the_loss_is_the_weighted_sum_over_the_steps_that_are_not_empty(seed):
     np.testing.assert_allclose([stats[x] for x in ("policy_loss", "value_loss", "entropy")], parts, rtol=1e-4)
     for ours, theirs in zip(gradients, torch.autograd.grad(total, list(agent.parameters()))):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-3, rtol=1e-4)
+
+
+def test_without_empty_steps_and_weights_the_loss_is_impalas():
+    args, agent, unrolls, _ = masked_unrolls()
+    unrolls["mask"] = True
+    ours = script.impala_loss(agent, unrolls, torch.ones(6), args)[:2]
+    theirs = impala.impala_loss(agent, as_impalas(unrolls, args), args)
+    torch.testing.assert_close(ours, theirs)
+    assert 1 < args.c_clip < args.rho_clip and 0 < ours[1]["clipfrac"] < 1
+
+
+def test_the_player_is_impalas_plus_a_mask():
+    last, full = "steps['obs'][T] = self.obs", "steps['obs'][T], steps['mask'][:] = (self.obs, True)"
+    assert code(script.Player) == code(impala.Player).replace(last, full) != code(impala.Player)
 
 
 def test_the_priority_is_the_mean_value_error():
@@ -236,6 +251,16 @@ def test_updates_draw_from_the_replay_and_set_priorities():
     torch.testing.assert_close(replay.priority[where], expected + 1e-6)
 
 
+def test_gradients_are_clipped_by_one_norm():
+    """detail impala-6"""
+    args = script.Args(**SMALL, replay_size=8, max_grad_norm=0.01)
+    agent, _, unrolls = play(args)
+    before = nn_vector(agent)
+    optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)
+    script.update(agent, optimizer, script.Replay(args, unrolls.dtype), unrolls, args)
+    assert (nn_vector(agent) - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
 def test_without_replay_every_batch_is_learned_from_as_it_comes():
     """The same parameters as impala.py, to the last bit."""
     args = script.Args(**SMALL | {"updates_per_collect": 2, "replay_size": 0})
@@ -255,11 +280,20 @@ def test_a_run_without_replay_is_impalas(num_actors, tmp_path):
     """Batches of two slots too, of which the first waits in memory that is played into again."""
     flags = SMALL | {"total_timesteps": 1600, "batch_size": 2 * SMALL["num_envs"], "eval_episodes": 0}
     flags |= {"num_actors": num_actors, "deterministic": True, "runs_dir": str(tmp_path)}
-    ours = load_checkpoint(script.main(script.Args(**flags, replay_size=0)))["modules"]["agent"]
-    theirs = load_checkpoint(impala.main(impala.Args(**flags)))["modules"]["agent"]
+    folders = script.main(script.Args(**flags, replay_size=0)), impala.main(impala.Args(**flags))
+    ours, theirs = (load_checkpoint(folder)["modules"]["agent"] for folder in folders)
     assert ours.keys() == theirs.keys()
+    lags = [learned(folder)["train/policy_lag"] for folder in folders]
+    assert lags[0] == lags[1] and any(lag for _, lag in lags[0]) == (num_actors > 0)
     for name, p in ours.items():
         torch.testing.assert_close(p, theirs[name], atol=0, rtol=0)
+
+
+def test_the_lag_counts_all_updates(tmp_path):
+    flags = SMALL | {"total_timesteps": 640, "num_actors": 1, "deterministic": True, "runs_dir": str(tmp_path)}
+    runs = [script.main(script.Args(**flags | {"updates_per_collect": n}, replay_size=8)) for n in (1, 3)]
+    once, thrice = ([lag for _, lag in learned(folder)["train/policy_lag"]] for folder in runs)
+    assert thrice == [3 * lag for lag in once] and max(once) > 0
 
 
 @pytest.mark.parametrize("remainder", ["drop", "last", "null_padding"])

@@ -256,6 +256,25 @@ def test_statistics_are_saved_used_and_frozen_at_evaluation(tmp_path):
         torch.testing.assert_close(network(obs), network[1:](((obs - mean) / std).clamp(-10, 10)))
 
 
+def test_an_update_sees_the_statistics_that_the_rollout_acted_with(tmp_path, monkeypatch):
+    """Or the first ratio of the second rollout would be another one than 1."""
+    plain, kl = ippo_per_agent.ippo_loss, []
+    spy = lambda *x: (kl.append((y := plain(*x))[1]["approx_kl"]), y)[1]  # noqa: E731
+    monkeypatch.setattr(ippo_per_agent, "ippo_loss", spy)
+    one = {"num_minibatches": 1, "update_epochs": (1,), "normalize_obs": True, "runs_dir": str(tmp_path)}
+    ippo_per_agent.main(ippo_per_agent.Args(**SMALL, **one))
+    assert len(kl) == 2 and torch.stack(kl).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["each", "team"])
+def test_the_dead_count_in_the_statistics_of_returns_where_they_go_on_earning(kind, toy):
+    args = ippo_per_agent.Args(env_id=f"toy/{kind}", **SMALL, normalize_value=True)
+    agent, _, batch = collected(args)
+    living = batch.alive.sum(0)
+    assert living.tolist() == [200, 104, 200]
+    assert agent.value_stats.count.flatten().tolist() == (living.tolist() if kind == "each" else [200] * 3)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_neither_the_dead_nor_padding_count_in_the_statistics_of_observations(shared, toy, tmp_path):
     args = ippo_per_agent.Args(env_id=toy, **SMALL, share_parameters=shared, normalize_obs=True, runs_dir=str(tmp_path))
@@ -293,6 +312,16 @@ def test_kl_adaptive_rate_follows_every_epoch(tmp_path):
     assert [g["lr"] for g in groups] == pytest.approx([5e-4 / 1.5**6] * 3)  # three epochs of two updates, all too far
 
 
+def test_the_rate_of_an_agent_that_has_stopped_stays():
+    flags = {"lr_schedule": ("kl-adaptive",), "lr_kl_target": 1e-12, "update_epochs": (3,), "num_minibatches": 2}
+    args = ippo_per_agent.Args(**SMALL, **flags, target_kl=(0.0, 1e-9, 0.0))
+    agent, _, batch = collected(args)
+    networks, optimizer = networks_and_optimizer(agent, 1e-3)
+    ippo_per_agent.update(agent, networks, optimizer, batch, args)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([1e-3 / 1.5**3, 1e-3 / 1.5, 1e-3 / 1.5**3])  # it stopped in the first epoch
+
+
 def test_the_rate_follows_the_divergence_of_the_latest_epoch_alone(monkeypatch):
     args = ippo_per_agent.Args(**SMALL, lr_schedule=("kl-adaptive",), update_epochs=(3,), num_minibatches=2)
     agent, _, batch = collected(args)
@@ -314,6 +343,21 @@ def test_linear_and_constant_schedules_per_agent(tmp_path):
     args = ippo_per_agent.Args(**SMALL, lr_schedule=schedule, learning_rate=(1e-3, 2e-3, 3e-3), runs_dir=str(tmp_path))
     groups = load_checkpoint(ippo_per_agent.main(args))["modules"]["optimizer"]["param_groups"]
     assert [g["lr"] for g in groups] == pytest.approx([0.5e-3, 2e-3, 1.5e-3])  # in the second of two updates
+
+
+def test_a_rollout_after_the_warm_up_is_the_policys():
+    """A resumed run counts its steps from the beginning, too; this rollout has one step left of the warm-up."""
+    args = ippo_per_agent.Args(**SMALL, random_timesteps=404)
+    envs = ippo_per_agent.make_envs(args, 4)
+    torch.manual_seed(0)
+    agent, rollout, run = ippo_per_agent.Agent(envs, args), make_rollout(ippo_per_agent, args, envs), Quiet()
+    with torch.no_grad():
+        agent.actor[-1].weight *= 1e6
+    run.step = 400
+    ippo_per_agent.collect(agent, envs, envs.reset(seed=1), rollout, args, run)
+    with torch.no_grad():
+        best = agent.actor(torch.from_numpy(rollout.obs).flatten(0, 1)).argmax(-1).view(50, 4, 3).numpy()
+    assert (rollout.action[0] != best[0]).any() and (rollout.action[1:] == best[1:]).mean() > 0.98  # but for near ties
 
 
 def test_warm_up_acts_at_random_and_does_not_learn(toy, tmp_path):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from test_maddpg import CPU, SMALL, alone, played, world
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
-from toys import code, double, scalars
+from toys import Quiet, code, double, scalars
 
 TEMPERATURE = [math.exp(x) for x in (-1.0, 0.5, 0.2)]
 
@@ -80,6 +80,27 @@ def test_what_acts_are_samples_of_the_policy():
     greedy = masac_continuous_action.make_policy(agent)(obs, info, None)
     np.testing.assert_allclose(greedy, agent.env_action(np.tanh(mean) * real), rtol=1e-5, atol=1e-6)
     assert (greedy != masac_continuous_action.make_policy(agent, greedy=False)(obs, info, None))[:, real].all()
+
+
+def test_deviations_have_bounds():
+    """Beyond them a sample would be no number, or always at an end of tanh."""
+    agent = Agent(world(1, continuous=True), Args())
+    mean, std = agent.normal(torch.tensor([0.0, 1.0, 2.0, 3.0, -50.0, -3.0, 1.0, 50.0]))
+    assert mean.tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(std, torch.tensor([-20.0, -3.0, 1.0, 2.0]).exp())
+
+
+def test_what_is_stored_are_samples_of_the_components_that_an_agent_has():
+    stored = []
+    for seed in (1, 2):
+        envs = world(4, continuous=True)
+        torch.manual_seed(0)
+        agent, buffer = Agent(envs, Args()), masac_continuous_action.Buffer(envs, Args())
+        torch.manual_seed(seed)
+        masac_continuous_action.collect(agent, envs, envs.reset(seed=1), buffer, Quiet())
+        stored.append(buffer.episodes[0].action[0])  # (A, K) of the first step, before which nothing differed
+    real = envs.real_actions
+    assert (stored[0] != stored[1])[real].all() and not any(x[~real].any() for x in stored) and not real.all()
 
 
 def values(critic, individual, i, state, action):

@@ -299,6 +299,25 @@ def test_nothing_that_the_agent_did_not_choose_is_learned(tmp_path):
     torch.testing.assert_close(both[0][1], both[1][1], atol=1e-5, rtol=1e-3)
 
 
+def test_matches_are_of_sampled_moves_and_of_other_games_each_time(tmp_path, monkeypatch):
+    """Three matches: with random; with it and a past self; with it and two. Evaluations are greedy."""
+    greedy, seeds, play = [], [], Run.play
+
+    def policy(agent, is_greedy=True, **flag):
+        greedy.append(flag.get("greedy", is_greedy))
+        return make_policy(agent, greedy[-1])
+
+    def games(run, envs, policy, num_games, seed):
+        seeds.append(seed)
+        return play(run, envs, policy, num_games, seed)
+
+    monkeypatch.setattr(ppo_selfplay, "make_policy", policy)
+    monkeypatch.setattr(Run, "play", games)
+    main(small(tmp_path, eval_episodes=0))
+    assert greedy == [False] * (1 + 2 + 3) + [True]
+    assert len(seeds) == len(set(seeds)) == 1 + 2 + 3
+
+
 # proves core-6
 def test_an_epoch_uses_every_move_once(tmp_path, monkeypatch):
     args = small(tmp_path, update_epochs=2)

@@ -232,6 +232,7 @@ def test_minibatches_are_whole_sequences_with_all_their_agents(script, monkeypat
             assert len(which) == 1  # all steps of one environment, from the first to the last, and its memories
             orders += which
     assert len(seen) == 4 and sorted(orders[:4]) == sorted(orders[4:]) == [0, 1, 2, 3]
+    assert orders[:4] != orders[4:]
 
 
 class Given:

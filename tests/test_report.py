@@ -486,7 +486,7 @@ def test_a_folder_that_is_a_link_counts_once_and_a_cut_off_file_is_told(tmp_path
     (tmp_path / "runs" / "2" / "toy.py").write_text("class Args(")
     (tmp_path / "runs" / "3" / "done.json").write_text("")
     (write_run(tmp_path / "runs" / "4", {report.RETURN: [(1, 2.0)]}, 4) / "done.json").write_text("[]")
-    (tmp_path / "manifest.json").write_text("[]")  # of folders[0]
+    (tmp_path / "manifest.json").write_text('{"a": 3}')  # of folders[0]
     assert report.read_runs([tmp_path / "runs"], [report.RETURN]).seed.tolist() == [1]
     script, done, strange = sorted(capsys.readouterr().err.splitlines())
     assert script.startswith(f"left out: {tmp_path}/runs/2: SyntaxError: ") and "/runs/3: JSONDecodeError: " in done

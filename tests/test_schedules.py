@@ -4,6 +4,7 @@ A loop is in `main`, of which every script has its own: no test of a parent prov
 """
 
 import importlib
+import inspect
 from pathlib import Path
 
 import cleanmarl
@@ -51,6 +52,21 @@ def evaluations(monkeypatch) -> list[int]:
     return steps
 
 
+def policies(name: str, monkeypatch) -> list[bool]:
+    """Whether each policy that the script makes is greedy."""
+    script, kinds = importlib.import_module(f"cleanmarl.{name}"), []
+    plain = script.make_policy
+
+    def spy(*given, **named):
+        call = inspect.signature(plain).bind(*given, **named)
+        call.apply_defaults()
+        kinds.append(call.arguments["greedy"])
+        return plain(*given, **named)
+
+    monkeypatch.setattr(script, "make_policy", spy)
+    return kinds
+
+
 def updates(name: str, args, monkeypatch) -> tuple[list, list]:
     """The learning rates of each update of a run that does not learn, and the number that it was given."""
     need(*NEEDS.get(name, []))
@@ -75,7 +91,7 @@ RATES = [name for name in having("anneal_lr", "critic_learning_rate") if name !=
 def test_learning_rates_and_the_clip_range_fall_where_asked_to(name, toy, tmp_path, monkeypatch):
     """Linearly, those of actors and critics each from its own; else they stay as they are."""
     rates, falling = {"learning_rate": 2e-3, "critic_learning_rate": 1e-3}, np.array([1, 0.75, 0.5, 0.25])
-    evaluated = evaluations(monkeypatch)
+    evaluated, greedy = evaluations(monkeypatch), policies(name, monkeypatch)
     for lr, clip in ((True, False), (False, True)):
         args = small(name, tmp_path, anneal_lr=lr, anneal_clip_coef=clip, **rates, eval_episodes=1, eval_interval=60)
         first = [getattr(args, rate) for rate in rates if hasattr(args, rate)]
@@ -85,6 +101,8 @@ def test_learning_rates_and_the_clip_range_fall_where_asked_to(name, toy, tmp_pa
         if hasattr(args, "anneal_clip_coef"):
             np.testing.assert_allclose(clips, args.clip_coef * (falling if clip else np.ones(4)))
     assert evaluated == 2 * [60, 120, 180, 240, 240]  # and at the end
+    assert all(greedy) or name == "ppo_selfplay"  # whose matches are of sampled moves
+    assert greedy.count(True) == len(evaluated)
 
 
 @pytest.mark.parametrize("name", having("epsilon_timesteps"))
@@ -130,6 +148,7 @@ def test_target_networks_step_after_every_so_many_updates(name, toy, tmp_path):
 def test_points_and_evaluations_come_after_every_so_many_episodes(name, toy, tmp_path, monkeypatch):
     """And those of --eval-interval after so many steps."""
     evaluated, script = evaluations(monkeypatch), importlib.import_module(f"cleanmarl.{name}")
+    greedy = policies(name, monkeypatch)
     id_ = "toy/team" + "?continuous=True" * ("continuous" in name)
     options = {"eval_steps": 4, "log_every": 5, "eval_interval": 60}
     folder = script.main(arguments(name, id_, tmp_path, **options))
@@ -140,6 +159,7 @@ def test_points_and_evaluations_come_after_every_so_many_episodes(name, toy, tmp
         assert [step for step, _ in scalars(folder)[tag]] == expected.tolist(), tag
     steps = 6 * ends[1:]
     assert evaluated == [*steps[np.diff(6 * ends // 60) > 0], steps[-1]]
+    assert all(greedy) and len(greedy) == len(evaluated) + len(scalars(folder)["eval/ep_reward"])
 
 
 @pytest.mark.parametrize("name", having("eval_steps"))

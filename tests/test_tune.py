@@ -313,7 +313,8 @@ def test_a_parameter_is_written_as_in_python_or_as_a_flag():
 
 def test_what_is_the_searchs_own_is_refused(toy, capsys):
     assert tune.main(toy_args(1), ["--seed=7", "--env_id", "x"]) == 2
-    line = "tune: --env-id --seed is the search's: give --num-seeds, --env-ids, --runs-dir, before --\n"
+    given = "is the search's: give --num-seeds, --env-ids, --runs-dir, before --"
+    line = f"tune: --env-id --seed {given}; the same call again resumes what was interrupted\n"
     assert capsys.readouterr().err == line
     searched = toy_args(1).params[0].partition("=")[0]
     assert tune.main(toy_args(1), [f"--{searched}=0.5"]) == 2

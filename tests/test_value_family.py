@@ -129,6 +129,28 @@ def test_what_acts_in_an_episode_is_what_learns_from_it(script):
     assert torch.equal(learned, action) and len(learned.unique()) > 1
 
 
+@pytest.mark.parametrize("script", [vdn_lstm, qmix_lstm])
+def test_a_policy_forgets_at_the_start_of_an_episode(script):
+    """In each environment when its own episode ends: it plays as one does that begins there."""
+    envs = world(4)
+    agent = script.Agent(envs, script.Args(hidden_dim=16))
+    for p in agent.q_network.parameters():
+        p.data *= 5
+    obs, info = envs.reset()
+    policy, done, remembered, ends = script.make_policy(agent), np.ones(4, bool), 0, 0
+    fresh = [script.make_policy(agent) for _ in range(4)]
+    for _ in range(30):
+        action = policy(obs, info, done)
+        ends += done.sum()
+        for n, began in enumerate(done):
+            of_one = {key: info[key][n : n + 1] for key in ("action_mask", "agent_mask")}
+            np.testing.assert_array_equal(action[n], fresh[n](obs[n : n + 1], of_one, np.array([began]))[0])
+            remembered += (action[n] != script.make_policy(agent)(obs[n : n + 1], of_one, np.ones(1, bool))[0]).sum()
+        obs, _, termination, truncation, info = envs.step(action)
+        done = termination | truncation
+    assert ends > 16 and remembered > 20  # actions that would be others without a memory
+
+
 @pytest.mark.parametrize("script", [vdn, idqn])
 def test_normalize_reward_uses_all_rewards_in_the_buffer(script):
     plain = script.Args(buffer_size=7, batch_size=5)

@@ -469,7 +469,8 @@ def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
     """`env` with observations (D,): Box flattened, Discrete one-hot. EnvError for pictures and for other spaces."""
     space = env.observation_space
     if not isinstance(space, gym.spaces.Box | gym.spaces.Discrete):
-        raise EnvError(f"this script needs Box or Discrete observations and {env_id} has {space}")
+        hint = "let a function of your module return gym.wrappers.FlattenObservation(env), and name it"
+        raise EnvError(f"this script needs Box or Discrete observations and {env_id} has {space}: {hint}")
     if is_picture(space):
         hint = "see ppo_atari.py, which has a CNN"
         raise EnvError(f"{env_id} has pictures {space.shape} and this script needs vectors: {hint}")
