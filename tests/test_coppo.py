@@ -31,6 +31,30 @@ def collected(args, scale=100.0):
     return agent, rollout, now, coppo.estimate(agent, rollout, *now, args)
 
 
+def check_logged(script, agent, batch, args):
+    """The variance explained is that of the living; norms are those of each network before they are clipped."""
+    batch = batch._replace(value=torch.where(batch.alive > 0, batch.return_, 1e3), advantage=batch.advantage * 10)
+    assert not batch.alive.all()
+    loss = script.actor_loss(agent, batch, args)[0] + script.critic_loss(agent, batch, args).sum()
+    norms = {}
+    for name in ("actor", "critic"):
+        gradients = torch.autograd.grad(loss, list(getattr(agent, name).parameters()), retain_graph=True)
+        norms[name] = torch.cat([g.flatten() for g in gradients]).norm()
+    optimizer = torch.optim.SGD(agent.parameters(), lr=0.0)
+    metrics = script.update(agent, Networks(agent.actor, 1), optimizer, batch, args)
+    assert metrics["train/explained_variance"] == pytest.approx(1)
+    for name, norm in norms.items():
+        torch.testing.assert_close(metrics[f"train/{name}_gradients"], norm)
+    assert abs(norms["actor"] / norms["critic"] - 1) > 0.1
+
+
+def test_what_is_logged_of_values_and_gradients_is_what_it_says(team):
+    sizes = SMALL | {"update_epochs": 1, "num_minibatches": 1}
+    args = coppo.Args(env_id=team, **sizes, ent_coef=0.0)
+    agent, _, _, batch = collected(args)
+    check_logged(coppo, agent, batch, args)
+
+
 def moved(agent, batch, seed=0, spread=0.15, advantage_scale=3.0):
     """The batch as if the policies had moved by random ratios, with advantages of both signs; the ratios (R, A)."""
     rng = np.random.default_rng(seed)

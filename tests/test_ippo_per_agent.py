@@ -392,6 +392,15 @@ def test_two_updates_that_two_runs_repeat(env_id, shared, toy, tmp_path):
         assert torch.isfinite(value).all() and torch.equal(value, same["modules"]["agent"][key])
 
 
+def test_evaluations_are_greedy(tmp_path, monkeypatch):
+    plain, greedy = ippo_per_agent.make_policy, []
+    spy = lambda agent, is_greedy=True: (greedy.append(is_greedy), plain(agent, is_greedy))[1]  # noqa: E731
+    monkeypatch.setattr(ippo_per_agent, "make_policy", spy)
+    settings_ = {"eval_interval": 200, "eval_episodes": 1, "runs_dir": str(tmp_path)}
+    ippo_per_agent.main(ippo_per_agent.Args(**SMALL | settings_))
+    assert len(greedy) == 3 and all(greedy)
+
+
 def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
     settings_ = {"lr_schedule": ("constant",), "learning_rate": (1e-3, 5e-4, 2e-3), "runs_dir": str(tmp_path)}
     folder = ippo_per_agent.main(ippo_per_agent.Args(**SMALL, **settings_))
