@@ -143,7 +143,7 @@ class Policy:
             self.agent = self.script.Agent(self.envs, dataclasses.replace(self.args, device="cpu"))
         except FileNotFoundError as error:  # the copy in the run folder looks beside itself
             message = f"Agent of {self.script.__file__} reads {error.filename}, which is not there"
-            raise UsageError(f"{message}: let a flag have the whole path") from error
+            raise UsageError(f"{message}: give its whole path, in a flag") from error
         load_states(state, path, agent=self.agent)
         self.agent.eval()  # dropout and batch norm, which an edited network may have
         self.act = self.script.make_policy(self.agent, greedy=greedy)

@@ -241,7 +241,7 @@ def test_a_file_that_an_agent_reads_is_looked_for_beside_the_kept_copy(tmp_path)
     command = [sys.executable, "trunk_ppo.py", "--total-timesteps", "512", "--eval-episodes", "0"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
     (run,) = (tmp_path / "runs").iterdir()
-    line = f"Agent of {run}/trunk_ppo.py reads {run}/trunk.pt, which is not there: let a flag have the whole path"
+    line = f"Agent of {run}/trunk_ppo.py reads {run}/trunk.pt, which is not there: give its whole path, in a flag"
     with pytest.raises(UsageError, match=f"^{re.escape(line)}$"):
         cleanmarl.load(run)
 
