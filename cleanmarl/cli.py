@@ -250,7 +250,7 @@ def set_up(args: RunArgs) -> torch.device:
     seed_everything(args.seed, args.torch_threads)
     wanted = isinstance(args, OnPolicyArgs) and args.compile
     if wanted:
-        tell("compiling the loss: the first update takes up to a minute longer")
+        tell("compiling the loss: the first update takes up to a minute longer, and many in an _lstm script")
     try:
         compile_losses(wanted, device)
     except CompileError as error:
