@@ -26,6 +26,7 @@ forage() {  # script, number of seeds, id of the environment, folder of the runs
         --runs-dir "runs/$4" -- --total-timesteps "$5" --gamma 0.99 --normalize-reward "${rate[@]}"
 }
 for script in vdn qmix idqn; do forage $script 5 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long 2000000; done
+forage qtran 2 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long 3000000  # of which the first seed had 2,000,000
 $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foraging_long --command benchmark/baselines.sh \
     --note "a discount of 0.99 and normalised rewards; QMIX with VDN's learning rate and target"
 # their curves are beside MAPPO's, which benchmark/mappo.sh draws
@@ -50,8 +51,11 @@ for script in vdn idqn qmix; do battle $script 5 3m 600000 0.99; done
 battle vdn 5 2s3z 3000000 0.99
 battle qmix 3 2s3z 3000000 0.99
 battle qmix 5 2s3z 3000000 0.95
+# seed 4 alone, with QMIX's own learning rate and target
+$PYTHON benchmark/run.py --command "python cleanmarl/qmix.py" --num-seeds 4 --index 3 --env-ids smax/2s3z \
+    --runs-dir runs/vdn_smax_2s3z/own -- --total-timesteps 5000000 --gamma 0.95 --batch-size 32
 $PYTHON benchmark/report.py runs/vdn_smax_2s3z --tag rollout/battle_won --out docs/results/vdn_smax_2s3z \
-    --note "batches of 32 episodes; a discount of 0.99 but for a QMIX of 0.95, the default; QMIX with VDN's learning rate and target" \
+    --note "batches of 32 episodes; a discount of 0.99 but for a QMIX of 0.95, the default; QMIX with VDN's learning rate and target but for one seed" \
     --command benchmark/baselines.sh
 $PYTHON benchmark/report.py runs/vdn_smax_3m --tag rollout/battle_won --out docs/results/vdn_smax_3m \
     --note "a discount of 0.99 and batches of 32 episodes; QMIX with VDN's learning rate and target" --command benchmark/baselines.sh
@@ -71,6 +75,15 @@ $PYTHON benchmark/report.py runs/masac_spread_longer --out docs/results/masac_sp
 listen masac 5 masac_listener --total-timesteps 500000
 listen dop 5 masac_listener --total-timesteps 500000 --gamma 0.95
 listen coma 5 masac_listener --total-timesteps 2000000 --gamma 0.95
+forage_with_critics() {  # script, steps, flags
+    $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds 1 --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 \
+        --runs-dir runs/masac_foraging -- --total-timesteps "$2" "${@:3}"
+}
+forage_with_critics masac 1000000 --gamma 0.99 --normalize-reward --batch-size 32
+forage_with_critics dop 2000000
+forage_with_critics coma 2000000
+$PYTHON benchmark/report.py runs/masac_foraging --out docs/results/masac_foraging --command benchmark/baselines.sh \
+    --note "the defaults of DOP and COMA; a discount of 0.99, normalised rewards and batches of 32 episodes for MASAC"
 $PYTHON benchmark/report.py runs/masac_listener --out docs/results/masac_listener --command benchmark/baselines.sh \
     --note "the defaults of each script, and a discount of 0.95 for DOP and COMA"
 listen facmac 5 facmac_listener --total-timesteps 500000

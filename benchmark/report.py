@@ -47,6 +47,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import tyro
+from matplotlib.transforms import ScaledTranslation
 from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -563,7 +564,7 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
         axis.set(title=env_id, xlabel="environment steps", ylabel=figure["tag"])
         axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 5))
         size = "medium" if max(map(len, curves)) < 40 else "small"
-        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16), fontsize=size)  # clear of the curves
+        legend(axis, size)
     if scores is not None:
         profile(axes.flat[len(env_ids)], scores, colors)
     save(picture, out)
@@ -577,11 +578,18 @@ def profile(axis: plt.Axes, scores: pd.DataFrame, colors: dict[str, str]) -> Non
         share = np.concatenate([1 - np.arange(len(runs) + 1) / len(runs), [0]])  # falls at each run's score
         axis.step(x, share, where="post", color=colors[name], label=f"{name} ({len(runs)} runs)")
     axis.set(title="all environments", xlabel="normalised score", ylabel="share of runs above it")
-    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))
+    legend(axis, "medium")
+
+
+def legend(axis: plt.Axes, size: str) -> None:
+    """Clear of the curves, and in inches of the label of the axis, however low the panel is."""
+    below = axis.transAxes + ScaledTranslation(0, -0.4, axis.figure.dpi_scale_trans)
+    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, fontsize=size)
 
 
 def save(picture: plt.Figure, out: Path) -> None:
     """A figure as out.svg, the same bytes each time."""
+    picture.draw_without_rendering()  # the first layout may change the ticks, which the second makes room for
     picture.savefig(f"{out}.svg", metadata={"Date": None, "Creator": None})
     plt.close(picture)
 
