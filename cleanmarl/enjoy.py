@@ -142,7 +142,7 @@ class Policy:
         try:
             self.agent = self.script.Agent(self.envs, dataclasses.replace(self.args, device="cpu"))
         except FileNotFoundError as error:  # the copy in the run folder looks beside itself
-            message = f"Agent of {self.script.__file__} reads {error.filename}, which is not there"
+            message = f"Agent of {self.script.__file__} reads {error.filename or error}, which is not there"
             raise UsageError(f"{message}: give its whole path, in a flag") from error
         load_states(state, path, agent=self.agent)
         self.agent.eval()  # dropout and batch norm, which an edited network may have

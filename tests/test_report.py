@@ -116,11 +116,12 @@ def test_settings_of_a_copy_that_inherits_from_a_script_that_it_imports(tmp_path
     assert report.settings_of(meta, tmp_path) == "--gamma 0.99 --learning-rate 0.001"  # from Python: nobody knows
 
 
-def test_runs_that_are_no_longer_whole(tmp_path, capsys):
-    """Half a manifest costs the CPU time alone; arguments without an environment are no run."""
+@pytest.mark.parametrize("manifest", ['{"python x.py": {"tries"', "[]", '{"a": 3}'])
+def test_runs_that_are_no_longer_whole(manifest, tmp_path, capsys):
+    """Half a manifest, or something else, costs the CPU time alone; arguments without an environment are no run."""
     write_run(tmp_path / "whole", {report.RETURN: [(1, 2.0), (2, 3.0)]})
     write_run(tmp_path / "half", {report.RETURN: [(1, 2.0)]}, seed=2)
-    (tmp_path / "manifest.json").write_text('{"python x.py": {"tries"')
+    (tmp_path / "manifest.json").write_text(manifest)
     meta = json.loads((tmp_path / "half" / "args.json").read_text())
     del meta["args"]["env_id"]
     (tmp_path / "half" / "args.json").write_text(json.dumps(meta))
@@ -486,7 +487,7 @@ def test_a_folder_that_is_a_link_counts_once_and_a_cut_off_file_is_told(tmp_path
     (tmp_path / "runs" / "2" / "toy.py").write_text("class Args(")
     (tmp_path / "runs" / "3" / "done.json").write_text("")
     (write_run(tmp_path / "runs" / "4", {report.RETURN: [(1, 2.0)]}, 4) / "done.json").write_text("[]")
-    (tmp_path / "manifest.json").write_text('{"a": 3}')  # of folders[0]
+    (tmp_path / "manifest.json").write_text("[]")  # of folders[0]
     assert report.read_runs([tmp_path / "runs"], [report.RETURN]).seed.tolist() == [1]
     script, done, strange = sorted(capsys.readouterr().err.splitlines())
     assert script.startswith(f"left out: {tmp_path}/runs/2: SyntaxError: ") and "/runs/3: JSONDecodeError: " in done
@@ -771,6 +772,15 @@ def test_a_report_folder_of_ones_own_is_redrawn(tmp_path):
     assert Path(f"{out}.md").read_text() == page
     with pytest.raises(UsageError, match=r"has no table of report\.py"):
         redraw.main(redraw.Args(tmp_path / "nowhere"))
+
+
+def test_no_label_of_a_published_figure_is_cut_off_on_the_left():
+    """Where the layout once changed the ticks, and with them the room that they need."""
+    places = {}
+    for path in (BENCHMARK.parent / "docs" / "results").glob("*.svg"):
+        places[path.name] = [float(x) for x in re.findall(r"rotate\(-90 ([-\d.]+) ", path.read_text())]
+    assert sum(map(bool, places.values())) > 60
+    assert {name for name, xs in places.items() if xs and min(xs) < 9} == set()  # points, of letters of 10
 
 
 def test_published_figures_and_tables_are_redrawn_from_their_data(tmp_path):
