@@ -202,7 +202,8 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
     if missing := [path for path in paths if not path.exists()]:
         raise UsageError(f"there is no {missing[0]}")
     walks = [where for path in paths for where in os.walk(path, followlinks=True)]
-    folders = sorted({Path(place).resolve(): Path(place) for place, _, files in walks if "args.json" in files}.values())
+    walks = [Path(place) for place, _, files in walks if {"args.json", "done.json"} & set(files)]
+    folders = sorted({place.resolve(): place for place in walks}.values())
     tables, seen, differ = [], set(), defaultdict(set)
     for folder in folders:
         if not (unfinished or (folder / "done.json").exists()):

@@ -11,6 +11,8 @@ from cleanmarl.run import load_checkpoint
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from test_maddpg import alone
 from test_vdn import recorded, world
 from toys import Quiet, code, double
 
@@ -170,9 +172,53 @@ def test_on_policy_targets_are_td_lambda():
         torch.testing.assert_close(theirs, ours[b, :T], rtol=1e-9, atol=1e-9)
 
 
+def test_losses_are_means_over_the_steps_that_count():
+    """The critic's against torch's own; a batch of the same episodes twice has the same losses."""
+    args, agent, critic, target_critic, batch = case()
+    target, keep = dop.critic_targets(agent, target_critic, batch, True, args), batch.weight.bool()
+    q = critic.values(batch.state, batch.obs)[:, :-1].gather(-1, batch.action[..., None]).squeeze(-1)
+    taken = critic.mix(q, batch.state[:, :-1], batch.alive[:, :-1])
+    loss = dop.critic_loss(critic, batch, target)
+    torch.testing.assert_close(loss, F.mse_loss(taken[keep], target[keep]))
+    twice = dop.Batch(*(torch.cat([x, x]) for x in batch))
+    torch.testing.assert_close(dop.actor_loss(agent, critic, twice), dop.actor_loss(agent, critic, batch))
+    torch.testing.assert_close(dop.critic_loss(critic, twice, torch.cat([target, target])), loss)
+    shorter = batch._replace(weight=batch.weight[:1].expand_as(batch.weight))  # of one length, as if cut
+    parts = [dop.actor_loss(agent, critic, dop.Batch(*(x[b : b + 1] for x in shorter))) for b in range(len(q))]
+    torch.testing.assert_close(dop.actor_loss(agent, critic, shorter), torch.stack(parts).mean())
+
+
+def test_an_agents_values_are_of_the_state_what_it_sees_and_who_it_is():
+    _, _, critic, _, batch = case()
+    values, ids = critic.values(batch.state, batch.obs), torch.eye(3, dtype=torch.float64)
+    for b, t, i in np.ndindex(2, *batch.obs.shape[1:3]):
+        x = torch.cat([batch.state[b, t], batch.obs[b, t, i], ids[i]])
+        torch.testing.assert_close(values[b, t, i], alone(critic.critic[1:], 0)(x))
+
+
+def test_any_of_the_episodes_is_learned_from_once_there_are_enough(tmp_path, monkeypatch):
+    args = dop.Args(batch_size=5, on_policy_episodes=4)
+    buffer, finished = recorded(dop, world(3), args, 30)
+    torch.manual_seed(2)
+    index = torch.randint(len(finished), (50,)).tolist()
+    torch.manual_seed(2)
+    batch = buffer.sample(50, CPU)
+    assert set(index) == set(range(len(finished)))
+    for b, k in enumerate(index):
+        np.testing.assert_array_equal(batch.obs[b, 0], finished[k][0][0]["obs"])
+    counts = []
+    monkeypatch.setattr(dop, "update", lambda *given: counts.append(len(given[4].episodes)) or {})
+    for fewer, more in ((3, 6), (6, 3)):
+        flags = {"batch_size": fewer, "on_policy_episodes": more, "num_envs": 1, "total_timesteps": 250}
+        dop.main(dop.Args(**SMALL | flags, runs_dir=str(tmp_path)))
+    assert counts == 2 * [6, 7, 8, 9, 10]
+
+
 # proves dop-4
-def test_an_update_is_critic_steps_on_both_losses_and_then_one_of_the_actor():
+@pytest.mark.parametrize("clip", [dop.Args.clip_gradients, 0.01, 0, -1])
+def test_an_update_is_critic_steps_on_both_losses_and_then_one_of_the_actor(clip):
     flags = {"epochs": 3, "kappa": 0.3, "batch_size": 5, "on_policy_episodes": 4, "target_network_update_freq": 2}
+    flags["clip_gradients"] = clip
     args, agent, critic, target_critic, _ = case(**flags)
     agent, critic, target_critic = (x.float() for x in (agent, critic, target_critic))
     buffer, _ = recorded(dop, world(3), args, 50)
@@ -188,23 +234,28 @@ def test_an_update_is_critic_steps_on_both_losses_and_then_one_of_the_actor():
         gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
         norm = torch.cat([g.flatten() for g in gradients]).norm()
         for p, g in zip(network.parameters(), gradients):
-            p.data -= lr * g * min(1, args.clip_gradients / (norm + 1e-6))
+            p.data -= lr * g * (min(1, clip / (norm + 1e-6)) if clip > 0 else 1)
+        return norm.item()
 
-    latest = buffer.latest(4, CPU)
+    latest, losses, norms = buffer.latest(4, CPU), [], []
     for i in range(3):
         replayed = buffer.sample(5, CPU)
         on, off = (
             dop.critic_loss(other, batch, dop.critic_targets(actor, target, batch, on_policy, args))
             for batch, on_policy in ((latest, True), (replayed, False))
         )
-        step(other, 0.3 * off + 0.7 * on, 0.1)
+        losses.append((0.3 * off + 0.7 * on).item())
+        norms.append(step(other, 0.3 * off + 0.7 * on, 0.1))
         if i == 1:
             dop.soft_update(target, other, args.polyak)
-    step(actor, dop.actor_loss(actor, other, latest), 0.5)
+    loss = dop.actor_loss(actor, other, latest)
+    norm = step(actor, loss, 0.5)
     for ours, mine in zip((agent, critic, target_critic), theirs):
         for x, y in zip(ours.parameters(), mine.parameters(), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    assert metrics["train/num_updates"] == 3
+    expected = {"critic_loss": np.mean(losses), "critic_gradients": np.mean(norms)}
+    expected |= {"actor_loss": loss.item(), "actor_gradients": norm, "num_updates": 3}
+    assert metrics == {f"train/{name}": pytest.approx(x, rel=1e-3) for name, x in expected.items()}
 
 
 # proves dop-6
@@ -218,7 +269,7 @@ def test_exploration_is_part_of_the_policy(monkeypatch):
     dop.collect(agent, envs, envs.reset(seed=1), buffer, Quiet())
     batch = buffer.latest(4000, CPU)
     probs = agent.logits(batch.obs, batch.action_mask)[:, :-1].softmax(-1).detach()
-    frequency = torch.nn.functional.one_hot(batch.action, 9).float().mean((0, 1))
+    frequency = F.one_hot(batch.action, 9).float().mean((0, 1))
     assert probs.min() >= 0.5 / 9 - 1e-6
     np.testing.assert_allclose(frequency, probs.mean((0, 1)), atol=0.05)
     best = (batch.action == probs.argmax(-1)).double()[:, 0]

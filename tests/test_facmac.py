@@ -38,6 +38,13 @@ def test_copied_parts_are_those_of_the_parent():
     ]
     for name in [*names, "descend", "soft_update", "main"]:
         assert code(getattr(facmac, name)) == code(getattr(maddpg_multienvs, name)), name
+    floats = "(action, alive, reward, weight, goes_on)"
+    lines = [
+        line.replace("floats)", f"{floats})")
+        for line in code(facmac.Buffer).replace("alive, survive, reward,", "alive, reward,").splitlines()
+        if "floats =" not in line
+    ]
+    assert lines == code(maddpg_multienvs.Buffer).splitlines()
 
 
 def by_hand(critic, m, obs, state, action, alive):
@@ -222,30 +229,52 @@ def assert_the_scale_of_the_states_makes_no_difference(script, args, agent, crit
         torch.testing.assert_close(ours, theirs)
 
 
-def test_update_is_two_descents_with_the_critic_first():
+@pytest.mark.parametrize("clip", [-1, 0.01])
+def test_update_is_two_descents_with_the_critic_first(clip):
     """Against an update written out; many of them on one batch do what the losses ask for."""
-    args, agent, critic, batch = case(True)
-    targets, (agent2, critic2) = copy.deepcopy((agent, critic)), copy.deepcopy((agent, critic))
+    args, agent, critic, batch = case(True, clip_gradients=clip)
+    targets, (agent2, critic2) = case(True)[1:3], copy.deepcopy((agent, critic))
+    for network in targets:
+        for p in network.parameters():
+            p.data.mul_(1.5)
     optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2, fused=True) for net in (agent, critic)]
     reference = [torch.optim.Adam(net.parameters(), lr=1e-2) for net in (agent2, critic2)]
     torch.manual_seed(9)
-    first = facmac.update(agent, critic, targets, optimizers, batch, dataclasses.replace(args, clip_gradients=-1))
+    first = facmac.update(agent, critic, targets, optimizers, batch, args)
     torch.manual_seed(9)
     batch = normalised(batch)
     target = facmac.critic_targets(*targets, batch, args.gamma)
-    facmac.critic_loss(critic2, batch, target).sum().backward()
+    critic_loss = facmac.critic_loss(critic2, batch, target)
+    critic_loss.sum().backward()
+    norms = {"critic": clip_by_hand(critic2.utility, 3, clip), "mixer": clip_by_hand(critic2.mixer, 3, clip)}
     reference[1].step()
     loss = facmac.actor_loss(agent2, critic2, batch)
     agent2.zero_grad()
     loss.backward()
+    norms["actor"] = clip_by_hand(agent2, 1, clip)
     reference[0].step()
     for net, other in ((agent, agent2), (critic, critic2)):
         for p, q in zip(net.parameters(), other.parameters()):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
     assert first["train/actor_loss"] == pytest.approx(loss.item()) and first["train/num_updates"] == 1
-    for _ in range(30):
+    assert first["train/critic_loss"] == pytest.approx(critic_loss.mean().item())
+    for name, norm in norms.items():
+        assert first[f"train/{name}_gradients"] == pytest.approx(norm)
+    args = dataclasses.replace(args, clip_gradients=Args.clip_gradients)
+    for _ in range(60):
         last = facmac.update(agent, critic, targets, optimizers, batch, args)
     assert last["train/critic_loss"] < first["train/critic_loss"] / 2
+
+
+def clip_by_hand(network, M, max_norm) -> float:
+    """Clip the gradients of each of M networks in a stack to a norm of its own; returns the mean norm before."""
+    gradients = [p.grad for p in network.parameters()]
+    rows = [[g[m] for g in gradients] if M > 1 else gradients for m in range(M)]
+    norms = [torch.cat([g.flatten() for g in of_one]).norm() for of_one in rows]
+    for of_one, norm in zip(rows, norms):
+        for g in of_one:
+            g *= min(1, max_norm / norm) if max_norm > 0 else 1
+    return torch.stack(norms).mean().item()
 
 
 @pytest.mark.parametrize("env_id, num_envs", [("mpe/simple_spread_v3", 4), ("toy/team?varied=True", 1)])

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cleanmarl import enjoy, maddpg
+from cleanmarl import enjoy, maddpg, maddpg_continuous_action
 from cleanmarl.cli import launch
 from cleanmarl.envs import make
 from cleanmarl.evaluate import evaluate
@@ -315,11 +315,35 @@ def test_soft_update_moves_the_share_polyak_of_the_way():
     assert all(torch.equal(t, p) for t, p in zip(target.parameters(), agent.parameters()))
 
 
+def others(*networks):
+    """Copies with other weights."""
+    copies = copy.deepcopy(networks)
+    for network in copies:
+        for p in network.parameters():
+            p.data.mul_(1.5)
+    return copies
+
+
+@pytest.mark.parametrize("script", [maddpg, maddpg_continuous_action])
+def test_an_update_clips_the_gradients_of_actor_and_critics(script):
+    """Steps of SGD at rate 1 are as long as the clip says."""
+    args = script.Args(individual_critics=True, clip_gradients=0.001)
+    agent, critic, buffer = played(script, world(3, continuous=script is maddpg_continuous_action), args)
+    before = copy.deepcopy((agent, critic))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1.0) for net in (agent, critic)]
+    script.update(agent, critic, others(agent, critic), optimizers, double(buffer.sample(5, CPU)), args)
+    steps = [
+        torch.cat([(p - q).reshape(M, -1) for p, q in zip(net.parameters(), old.parameters())], 1).norm(dim=1)
+        for net, old, M in ((agent, before[0], 1), (critic, before[1], 3))
+    ]
+    torch.testing.assert_close(torch.cat(steps), torch.full((4,), 0.001, dtype=torch.float64), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "SGD"])
 def test_update_is_two_descents_with_the_critic_first(optimizer):
     """Against an update written out with torch's own classes, losses and all."""
     args, agent, critic, batch = case(True, optimizer=optimizer)
-    targets = copy.deepcopy(agent), copy.deepcopy(critic)
+    targets = others(agent, critic)
     agent2, critic2 = copy.deepcopy((agent, critic))
     make_optimizer = getattr(torch.optim, optimizer)
     optimizers = [make_optimizer(net.parameters(), lr=1e-2, fused=True) for net in (agent, critic)]

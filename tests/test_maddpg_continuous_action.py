@@ -1,6 +1,5 @@
 """maddpg_continuous_action.py: deterministic policies, their unit, exploration noise, gradients through actions."""
 
-import copy
 import dataclasses
 import sys
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from test_maddpg import CPU, SMALL, played, world
+from test_maddpg import CPU, SMALL, others, played, world
 from toys import HIGH, LOW, Quiet, double, scalars
 
 SPREAD = "mpe/simple_spread_v3?continuous_actions=True"
@@ -146,11 +145,14 @@ def test_same_seed_same_losses_and_resume(tmp_path):
 def test_update_lowers_the_critic_loss_and_raises_the_value():
     """Many updates on one batch with fixed targets: both networks do what their losses ask for."""
     args, agent, critic, batch = case(True, learning_rate_actor=1e-2, learning_rate_critic=1e-2)
-    targets = copy.deepcopy(agent), copy.deepcopy(critic)
+    targets = others(agent, critic)
     optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2, fused=True) for net in (agent, critic)]
+    target = maddpg_continuous_action.critic_targets(*targets, batch, args.gamma)
+    expected = maddpg_continuous_action.critic_loss(critic, batch, target).mean().item()
     first = maddpg_continuous_action.update(agent, critic, targets, optimizers, batch, args)
     for _ in range(100):
         last = maddpg_continuous_action.update(agent, critic, targets, optimizers, batch, args)
+    assert first["train/critic_loss"] == pytest.approx(expected)
     assert last["train/critic_loss"] < first["train/critic_loss"] / 10
     assert last["train/actor_loss"] < first["train/actor_loss"]
 

@@ -96,6 +96,25 @@ def test_the_last_step_bootstraps_from_what_follows_the_rollout(name, monkeypatc
     assert going_on[-1].any() and (abs(following[0]) > 1e-4).all()
 
 
+def test_a_memory_and_where_episodes_begin_go_on_from_one_rollout_to_the_next(monkeypatch, tmp_path):
+    _, agent, _, arrays, (first, second) = rollouts("ppo_atari_lstm", monkeypatch, tmp_path)
+    with torch.no_grad():
+        _, _, state = agent(first.obs, first.lstm_state, first.start)
+    assert state.any()
+    torch.testing.assert_close(second.lstm_state, state, atol=1e-5, rtol=0)
+    assert second.start[0].tolist() == arrays[0].done[-1].tolist() != [True] * 4
+
+
+def test_ppo_atari_lstm_is_ppo_atari_but_for_one_frame_and_minibatches_of_sequences():
+    ours, theirs = (importlib.import_module(f"cleanmarl.{name}") for name in ("ppo_atari_lstm", "ppo_atari"))
+    assert code(ours.make_envs) == code(theirs.make_envs).replace("Observation(env, 4)", "Observation(env, 1)")
+    lines, of_parent = (
+        [line for line in code(x.update).splitlines() if not any(word in line for word in ("batch_size", "order"))]
+        for x in (ours, theirs)
+    )
+    assert lines == of_parent and len(lines) > 12
+
+
 class FloatPictures(gym.Env):
     """Frames (C, 84, 84) of numbers from 0 to 1, as a user's environment may have them."""
 
@@ -161,6 +180,43 @@ def test_procgens_rewards_are_scaled_by_its_discount_and_truncations_bootstrap(m
     for t in range(30):
         scaled = twin.scale_reward(np.ones(2), np.full(2, t % 3 == 2), args.gamma)
         np.testing.assert_allclose(rollout.reward[t], scaled + 0.7 * args.gamma * (t % 3 == 2), rtol=1e-5)
+
+
+class Components(gym.vector.VectorEnv):
+    """Two environments of two components with 2 and 3 choices; every third step is a truncation, and cuts both."""
+
+    num_envs, single_observation_space = 2, gym.spaces.Box(-1e3, 1e3, (9,), np.float32)
+    single_action_space = gym.spaces.MultiDiscrete([2, 3])
+
+    def reset(self, **_):
+        self.t = 0
+        return self.obs(0), {}
+
+    def obs(self, value):
+        """(2, 9); the last six say what is legal, which is all."""
+        return np.concatenate([[[value] * 3, [value + 100] * 3], np.ones((2, 6))], 1).astype(np.float32)
+
+    def step(self, action):
+        self.t += 1
+        cut = np.full(2, self.t % 3 == 0)
+        info = {"final_obs": self.obs(self.t)} if cut.any() else {}
+        return self.obs(-self.t), np.ones(2), np.zeros(2, bool), cut, info
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_truncated_episode_of_components_goes_on_by_the_value_of_what_it_ended_in(name):
+    """The value of an observation is its first number."""
+    need("envpool")
+    script, envs = importlib.import_module(f"cleanmarl.{name}"), Components()
+    args = script.Args(num_envs=2, num_steps=9, time_limit_bootstrap=True, gamma=0.5)
+    agent = script.Agent(envs, args)
+    agent.critic = torch.nn.Linear(9, 1)
+    torch.nn.init.eye_(agent.critic.weight), torch.nn.init.zeros_(agent.critic.bias)
+    rollout = make_rollout(script, args, envs)
+    script.collect(agent, envs, envs.reset()[0], rollout, args, Quiet())
+    for t in range(1, 10):
+        following = np.array([t, t + 100]) if t % 3 == 0 else np.zeros(2)
+        np.testing.assert_allclose(rollout.reward[t - 1], 1 + 0.5 * following)
 
 
 @pytest.mark.parametrize("name", [*IMPALA[:2], "impala_replay", "impala_ray"])

@@ -1108,6 +1108,26 @@ def test_box_actions_must_be_of_floats():
         make(Levers, 1, num_workers=0, mistakes={})
 
 
+class Exact(Scouts):
+    """Its bounds of float64 have no equals in float32, and it checks its actions."""
+
+    def action_space(self, agent):
+        return spaces.Box(np.array(-0.3), np.array(0.1), (), np.float64)
+
+    def step(self, actions):
+        for agent, action in actions.items():
+            assert isinstance(action, np.ndarray) and self.action_space(agent).contains(action), action
+        return super().step(actions)
+
+
+def test_an_action_at_a_bound_of_float64_is_within_it():
+    with closing(make(Exact, 1, num_workers=0, mistakes={})) as envs:
+        envs.reset(seed=1)
+        for bound in (envs.single_action_space.low, envs.single_action_space.high):
+            assert float(bound[0, 0]) not in (-0.3, 0.1)
+            envs.step(bound[None])
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("cls", [Scouts, NoMetadata])
 def test_metadata_may_be_missing(cls, num_workers):

@@ -609,12 +609,15 @@ def test_seeds_of_different_length_are_told_of(tmp_path, capsys):
     assert capsys.readouterr().err == "one curve of 2 values of --total-timesteps: ('CartPole-v1', 'toy', '')\n"
 
 
-@pytest.mark.parametrize("content", ["", '{"script": "toy", "ar', '{"lr": 0.1}'])
+@pytest.mark.parametrize("content", ["", '{"script": "toy", "ar', '{"lr": 0.1}', None])
 def test_a_folder_that_is_no_run_is_left_out(content, tmp_path, capsys):
     """One that is damaged, or of another program that keeps an args.json; the others are drawn all the same."""
     for name in ("good", "odd"):
         write_run(tmp_path / name, {report.RETURN: [(10, 1.0)]})
-    (tmp_path / "odd" / "args.json").write_text(content)
+    if content is None:
+        (tmp_path / "odd" / "args.json").unlink()
+    else:
+        (tmp_path / "odd" / "args.json").write_text(content)
     assert report.read_runs([tmp_path], [report.RETURN]).value.tolist() == [1.0]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"left out: {tmp_path / 'odd'} is not a run folder: ")

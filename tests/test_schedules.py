@@ -76,6 +76,7 @@ def updates(name: str, args, monkeypatch) -> tuple[list, list]:
     def spy(*given):
         (optimizer,) = (x for x in given if isinstance(x, torch.optim.Optimizer))
         rates.append([group["lr"] for group in optimizer.param_groups])
+        assert name.startswith("impala") or {group["eps"] for group in optimizer.param_groups} == {1e-5}
         numbers.extend(x for x in given if isinstance(x, float))
         return {}
 

@@ -517,7 +517,8 @@ class Block:
         space = self.layout.actions[a]
         if not self.layout.continuous:
             return int(self.action[i, a]) + int(space.start)
-        return self.action[i, a, : self.layout.action_sizes[a]].reshape(space.shape).astype(space.dtype)
+        action = self.action[i, a, : self.layout.action_sizes[a]].reshape(space.shape).astype(space.dtype)
+        return np.clip(action, space.low, space.high, out=action)  # a bound of float64, rounded, may lie outside
 
     def write(self, i: int, obs_rows, state_rows, mask_rows, obs: dict, info: dict) -> None:
         """Fill row i with what the agents in agent_mask see; the others see zeros."""
