@@ -165,7 +165,10 @@ def gumbel_noise(*shape: int) -> np.ndarray:
 
 
 def make_policy(agent: Agent, greedy: bool = True):
-    """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples."""
+    """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples.
+
+    The samples are without the share of random actions that the agents explore with.
+    """
     actor = as_numpy(agent.actor)
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:

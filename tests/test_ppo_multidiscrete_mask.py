@@ -82,6 +82,16 @@ def test_mask_is_the_environments(tmp_path):
     envs.close()
 
 
+def test_what_an_episode_ended_in_is_of_its_own_environment(tmp_path, monkeypatch):
+    envs = make_envs(small(tmp_path), 5)
+    envs.reset(seed=1)
+    raw = envs.env.pool.reset()[0]
+    monkeypatch.setattr(envs.env, "step", lambda action: (raw, 0, 0, 0, {"final_obs": raw}))
+    obs, *_, info = envs.step(None)
+    assert (obs[0] != obs[4]).any() and (info["final_obs"] == obs).all()
+    envs.close()
+
+
 def test_policy_obeys_the_mask(tmp_path):
     args = small(tmp_path)
     agent = Agent(make_envs(args, 1), args)
