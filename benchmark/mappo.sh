@@ -47,12 +47,13 @@ $PYTHON benchmark/run.py --command "python cleanmarl/coppo.py" --num-seeds 2 --i
     --runs-dir runs/mappo_smax_bootstrap -- --total-timesteps 10000000 "${battles[@]}" # seed 2: seed 1 runs away
 # predators and prey have nothing in common to share; the curve is that of a predator
 for script in ippo mappo coppo; do
-    run $script 3 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 5000000 --no-share-parameters
+    run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 5000000 --no-share-parameters
 done
 run maddpg_multienvs 3 mpe/simple_tag_v3 runs/maddpg_multienvs_simple_tag_v3 --total-timesteps 1000000
+# the published games are of seeds 1 to 3
 $PYTHON benchmark/cross_play.py runs/mappo_simple_tag_v3 runs/maddpg_multienvs_simple_tag_v3 --side 0 1 2 --names predators prey --out docs/results/mappo_tag_cross_play
 for script in ippo mappo coppo; do
-    run $script 3 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters
+    run $script 5 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters
 done
 run maddpg_multienvs 3 mpe/simple_adversary_v3 runs/maddpg_multienvs_simple_adversary --total-timesteps 1000000
 $PYTHON benchmark/cross_play.py runs/mappo_simple_adversary runs/maddpg_multienvs_simple_adversary --side 0 --names adversary pair --out docs/results/mappo_adversary_cross_play
