@@ -30,6 +30,7 @@ import multiprocessing
 import signal
 import sys
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from cleanmarl import coma, coppo_matrix
@@ -359,6 +360,12 @@ def write_data(args: Args) -> None:
     (folder / "coppo_matrix_final.csv").write_text("\n".join(table) + "\n")
 
 
+def hear_signals(signals: set[signal.Signals]) -> None:
+    """In a process of the pool: Ctrl-C is for the program, which ends the pool; it began with signals blocked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
 def main(args: Args) -> None:
     check_ranges(args)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -366,7 +373,11 @@ def main(args: Args) -> None:
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     jobs = find_jobs(args)
     if jobs:
-        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        signals = {signal.SIGINT, signal.SIGTERM}
+        resource_tracker.ensure_running()  # which unblocks signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a process that has half started would end in a traceback
+        with multiprocessing.get_context("spawn").Pool(args.workers, hear_signals, [signals]) as pool:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             for i, name in enumerate(pool.imap_unordered(train, jobs), start=1):
                 print(f"{i}/{len(jobs)} {name}", flush=True)
     write_data(args)
