@@ -50,7 +50,7 @@ for script in ippo mappo coppo; do
     run $script 5 mpe/simple_tag_v3 runs/mappo_simple_tag_v3 --total-timesteps 5000000 --no-share-parameters
 done
 run maddpg_multienvs 3 mpe/simple_tag_v3 runs/maddpg_multienvs_simple_tag_v3 --total-timesteps 1000000
-# the published games are of seeds 1 to 3
+# the published games, these and those below, are of seeds 1 to 3
 $PYTHON benchmark/cross_play.py runs/mappo_simple_tag_v3 runs/maddpg_multienvs_simple_tag_v3 --side 0 1 2 --names predators prey --out docs/results/mappo_tag_cross_play
 for script in ippo mappo coppo; do
     run $script 5 mpe/simple_adversary_v3 runs/mappo_simple_adversary --total-timesteps 1000000 --no-share-parameters
