@@ -204,7 +204,7 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
     walks = [where for path in paths for where in os.walk(path, followlinks=True)]
     walks = [Path(place) for place, _, files in walks if {"args.json", "done.json"} & set(files)]
     folders = sorted({place.resolve(): place for place in walks}.values())
-    tables, seen, differ = [], set(), defaultdict(set)
+    tables, seen, differ = [], {}, defaultdict(set)
     for folder in folders:
         if not (unfinished or (folder / "done.json").exists()):
             print(f"left out, unfinished: {folder}", file=sys.stderr)
@@ -224,8 +224,8 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
         if key in seen:  # averaging them would count the seed twice
             env_id, script, settings, seed = key
             what = f"{script} on {env_id}, seed {seed}, {settings}"
-            raise UsageError(f"two runs of {what}: {folder} is the second; pass the folders of the runs that count")
-        seen.add(key)
+            raise UsageError(f"two runs of {what}: {seen[key]} and {folder}; pass the folders of those that count")
+        seen[key] = folder
         tables.append(table)
         script = f"{table.script[0]}.py"
         differ[f"versions of {script}", key[:-1]].update(copy.read_text() for copy in folder.glob(script))

@@ -285,11 +285,13 @@ def run_folder(path: Path) -> Path:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The contents of a run folder's args.json; UsageError if the folder is not a run."""
+    """The contents of a run folder's args.json; UsageError if the folder is not a run, or the file is damaged."""
     try:
         meta = json.loads((Path(folder) / "args.json").read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UsageError(f"{folder} is not a run folder: it has no readable args.json") from error
+    except ValueError as error:
+        raise UsageError(f"{Path(folder) / 'args.json'} is damaged ({error})") from error
     is_run = isinstance(meta, dict) and {"script", "args"} <= meta.keys() and isinstance(meta["args"], dict)
     check(is_run, f"{folder} is not a run folder: its args.json is of something else")
     return meta

@@ -111,7 +111,7 @@ class Agent(nn.Module):
         for _ in range(args.actor_num_layers):
             layers += [nn.Linear(hidden, hidden), nn.ReLU()]
         self.actor = nn.Sequential(*layers, nn.Linear(hidden, K))
-        self.epsilon = 0.0  # the share of random actions, which `main` sets
+        self.epsilon = 0.0  # the share of random actions: `main` sets it anew, and what is loaded plays without
 
     def logits(self, obs: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (B, T, A, K) of the policies that act, illegal ones far below; obs (B, T, A, D), mask (B, T, A, K)."""

@@ -19,6 +19,7 @@ class Held:
         self.modules = modules
         self.stepped: set[torch.optim.Optimizer] = set()  # since the last check()
         self.stepped_before: set[torch.optim.Optimizer] = set()
+        self.seen: set[torch.optim.Optimizer] = set()  # whose parameters check() has looked at
         self.is_overwritten = False  # the learning rate of a scheduler, by a line of the script
         for name, module in modules.items():  # or the first checkpoint would be the end
             message = f"{name}={type(module).__name__} has no state_dict, load_state_dict, which a checkpoint needs"
@@ -58,6 +59,9 @@ class Held:
             message = f"an optimizer ({type(optimizer).__name__}) steps that no checkpoint would hold"
             hint = "give Run it and its module: Run(args, __file__, predictor=..., predictor_optimizer=...)"
             check(is_held(optimizer, self.modules), f"{message}; {hint}")
+            if optimizer not in self.seen and (names := without_gradient(optimizer, self.modules)):
+                tell(f"no loss has reached {', '.join(names)} so far: nothing is learned there", sys.stderr)
+            self.seen.add(optimizer)
         check(not self.is_overwritten, "the scheduler's learning rate is overwritten before the step: delete that line")
         self.stepped, self.stepped_before = set(), self.stepped
 
@@ -113,6 +117,17 @@ def unlearned(modules: dict[str, Any]) -> list[str]:
         if any(has.values()):
             names += [f"{name}.{key}" for key, p in parameters.items() if p.requires_grad and not has[key]]
     return names
+
+
+def without_gradient(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> list[str]:
+    """The names of its parameters that never had a gradient: a step remembers something of all others."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p in optimizer.state for p in parameters):  # plain gradient descent remembers nothing
+        return []
+    missing = {p.untyped_storage().data_ptr() for p in parameters if p not in optimizer.state and p.requires_grad}
+    networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
+    named = [(f"{name}.{key}", p) for name, network in networks.items() for key, p in network.named_parameters()]
+    return [name for name, p in named if p.untyped_storage().data_ptr() in missing]
 
 
 def is_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> bool:

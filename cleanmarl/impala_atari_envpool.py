@@ -274,7 +274,7 @@ def vtrace(log_rho, reward, value, next_value, done, *, gamma, lambda_, rho_clip
 def impala_loss(agent: Agent, unrolls: np.ndarray, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a batch of unrolls, records (B,), and its diagnostics by name."""
     device = next(agent.parameters()).device
-    # time first, (T, B, ...)
+    # time first, (T, B, ...); but the memory, (B, 2, H), becomes (2, B, H)
     batch = {name: torch.from_numpy(unrolls[name].swapaxes(0, 1).copy()).to(device) for name in unrolls.dtype.names}
     last = batch["start"], batch["last_action"], batch["last_reward"]
     done, action, reward = (x[1:] for x in last)

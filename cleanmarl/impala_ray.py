@@ -59,7 +59,7 @@ class Args(RunArgs):
     unroll_length: PositiveInt = 20
     """T, steps of each environment in one unroll"""
     batch_size: PositiveInt | None = None
-    """B, unrolls in a gradient step: of several slots, or a part of one; default: N, one slot"""
+    """B, unrolls in a gradient step of each learner: of several slots, or a part of one; default: N, one slot"""
     updates_per_collect: PositiveInt = 4
     """gradient steps for each batch that is collected"""
     anneal_lr: bool = True

@@ -81,7 +81,7 @@ class VectorObs(gym.vector.VectorWrapper):
         self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
         space = envs.single_action_space
         if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.integer):
-            self.single_action_space = gym.spaces.MultiDiscrete(space.high + 1, start=space.low)
+            self.single_action_space = gym.spaces.MultiDiscrete(space.high + 1)
 
     def vectors(self, obs) -> np.ndarray:
         mask = obs["action_mask"].astype(bool)  # (N, C, K), True = legal

@@ -218,6 +218,9 @@ class Run:
         if copy.exists() and copy.read_bytes() != text:
             kept = "with the flags of the run and the optimizer's settings of the checkpoint"
             tell(f"{self.script}.py has changed since the run began; it goes on as it is now, {kept}")
+            earlier = self.folder / f"{self.script}-{self.step}.py"  # as it was until this step
+            if copy != self.source and not earlier.exists():
+                copy.rename(earlier)
         if copy != self.source:
             copy.write_bytes(text)
 

@@ -615,6 +615,8 @@ def test_resume_of_damaged_folders(runs, tmp_path, refused):
     (folder / "lock").touch()  # as every run has it; that it is held is no writing
     assert "is not a run folder" in refused("ppo", "--resume", folder)
     meta = json.loads((runs["ppo"] / "args.json").read_text())
+    (folder / "args.json").write_text(json.dumps(meta)[:-10])
+    assert f"{folder}/args.json is damaged (" in refused("ppo", "--resume", folder)
     (folder / "args.json").write_text(json.dumps(meta))
     assert "has no checkpoint.pt" in refused("ppo", "--resume", folder)
     (folder / "checkpoint.pt").write_bytes((runs["ppo"] / "checkpoint.pt").read_bytes()[:-2000])

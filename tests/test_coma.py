@@ -149,12 +149,15 @@ def test_an_update_is_a_critic_step_for_each_time_step_backwards_then_an_actor_s
     twin.load_state_dict(agent.state_dict())
     twin.epsilon.copy_(agent.epsilon)
     groups = [{"params": network.parameters(), "lr": lr} for network, lr in ((agent.actor, 0.5), (agent.critic, 0.1))]
-    coma.update(agent, torch.optim.SGD(groups), batch, 2, args)
+    metrics = coma.update(agent, torch.optim.SGD(groups), batch, 2, args)
+    losses, norms = [], []
 
     def step(network, loss, lr):
         parameters = list(network.parameters())
         gradients = torch.autograd.grad(loss.sum(), parameters)
         norm = torch.cat([g.flatten() for g in gradients]).norm()
+        losses.append(loss.mean().item())
+        norms.append(norm.item())
         for p, g in zip(parameters, gradients):
             p.data -= lr * g * min(1, 0.3 / (norm + 1e-6))
 
@@ -162,7 +165,10 @@ def test_an_update_is_a_critic_step_for_each_time_step_backwards_then_an_actor_s
         if (2 * 5 + i) % 4 == 0:  # before the third step: 10 and 11 came before
             twin.target_critic.load_state_dict(twin.critic.state_dict())
         step(twin.critic, coma.critic_loss(twin, coma.Batch(*(x[4 * t : 4 * t + 4] for x in batch))), 0.1)
+    means = {"value_loss": np.mean(losses), "critic_gradients": np.mean(norms)}
     step(twin.actor, coma.actor_loss(twin, batch, args)[0], 0.5)
+    means["actor_gradients"] = norms[-1]
+    assert {name: metrics[f"train/{name}"].item() for name in means} == pytest.approx(means, rel=1e-4)
     for (name, mine), theirs in zip(agent.named_parameters(), twin.parameters()):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4, msg=name)
     assert any((a != b).any() for a, b in zip(agent.target_critic.parameters(), agent.critic.parameters()))

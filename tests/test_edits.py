@@ -115,7 +115,7 @@ def copy_of(script: str, edits: list[tuple[str, str]], folder: Path, obs_size: i
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script, tmp_path):
+def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script, tmp_path, capfd):
     """Another activation, layers more, heads with losses of their own."""
     optional.need(NEEDS.get(script, "numpy"))
     flags, obs_size = SCRIPTS[script]
@@ -141,6 +141,7 @@ def test_an_edited_copy_acts_as_it_learns_trains_what_is_new_and_resumes(script,
     module.main(dataclasses.replace(args, resume=folder, total_timesteps=total + total // 2))
     assert load_checkpoint(folder)["step"] == total + total // 2
     torch.testing.assert_close(module.RATIOS[0], torch.ones_like(module.RATIOS[0]), atol=1e-5, rtol=0)
+    assert "no loss has reached" not in capfd.readouterr().err
 
 
 WITHOUT_RATIOS = {  # losses that need no probability of what acted: arguments of some updates
@@ -181,7 +182,7 @@ EDITS_OF = {"coma": COMA, "maddpg": MADDPG, "facmac": MADDPG, "masac": MASAC, "d
 
 
 @pytest.mark.parametrize("script", WITHOUT_RATIOS)
-def test_an_edited_copy_without_ratios_acts_as_it_learns_trains_what_is_new_and_resumes(script, tmp_path):
+def test_an_edited_copy_without_ratios_acts_as_it_learns_trains_what_is_new_and_resumes(script, tmp_path, capfd):
     flags = WITHOUT_RATIOS[script] | {"eval_episodes": 2, "runs_dir": str(tmp_path)}
     edits = next((x for name, x in EDITS_OF.items() if script.startswith(name)), VALUES)
     module = copy_of(script, edits, tmp_path, 18)
@@ -191,6 +192,7 @@ def test_an_edited_copy_without_ratios_acts_as_it_learns_trains_what_is_new_and_
     before = load_checkpoint(folder)["modules"]["agent"]
     total = 2 * args.total_timesteps
     module.main(dataclasses.replace(args, resume=folder, total_timesteps=total))
+    assert "no loss has reached" not in capfd.readouterr().err
     checkpoint = load_checkpoint(folder)
     assert checkpoint["step"] >= total
     envs = module.make_envs(args, 1)

@@ -261,6 +261,20 @@ def test_actors_and_resumed_runs_play_episodes_of_their_own(name, env_id):
     assert seen[0] == seen[-1] and len(starts) == len(draws) == 4
 
 
+@pytest.mark.parametrize("name, env_id", PLAYED.items())
+def test_a_run_tells_its_actors_at_which_step_it_goes_on(name, env_id, tmp_path, monkeypatch):
+    """So that a resumed run plays other episodes than it has played before."""
+    need(*["envpool"] * ("envpool" in name))
+    script = importlib.import_module(f"cleanmarl.{name}")
+    begun, Player = [], script.Player
+    monkeypatch.setattr(script, "Player", lambda args, index, step: begun.append(step) or Player(args, index, step))
+    flags = {"num_actors": 0, "num_envs": 2, "unroll_length": 16, "updates_per_collect": 1, "eval_episodes": 0}
+    args = script.Args(env_id=env_id, **flags, total_timesteps=64, runs_dir=str(tmp_path))
+    folder = script.main(args)
+    script.main(dataclasses.replace(args, total_timesteps=128, resume=folder))
+    assert begun == [0, 64]
+
+
 def test_time_limits_are_truncations_with_their_last_observation():
     _, _, unrolls = play(impala.Args(env_id="Clock-v0", **SMALL))
     expected = np.zeros((4, 16), bool)
@@ -319,8 +333,9 @@ def test_a_draw_of_0_takes_no_action_that_the_policy_excludes(name):
 
 
 def loss_by_definition(agent, unrolls, args):
-    """The loss, a sum over the batch, step by step in float64, from V-trace above; means of its parts."""
-    agent, total, parts = agent.double(), 0, np.zeros(3)
+    """The loss, a sum over the batch, step by step in float64, from V-trace above; means of its parts, and how much of
+    the variance of the targets the values explain."""
+    agent, total, parts, all_targets, all_values = agent.double(), 0, np.zeros(3), [], []
     count = unrolls["action"].size
     for unroll in unrolls:
         obs = torch.from_numpy(unroll["obs"]).double()
@@ -340,13 +355,16 @@ def loss_by_definition(agent, unrolls, args):
         targets, advantages = vtrace_by_definition(
             log_rho, unroll["reward"], v[:-1], next_value, done, args.gamma, args.vtrace_lambda, *clips
         )
+        all_targets.extend(targets)
+        all_values.extend(v[:-1])
         for t in range(len(action)):
             policy = -log_prob[t] * advantages[t]
             error = 0.5 * (value[t] - targets[t]) ** 2
             entropy = -(log_probs[t].exp() * log_probs[t]).sum()
             total = total + (policy - args.ent_coef * entropy + args.vf_coef * error)
             parts += [x.item() / count for x in (policy, error, entropy)]
-    return total, parts
+    explained = 1 - np.var(np.subtract(all_targets, all_values)) / np.var(all_targets)
+    return total, parts, explained
 
 
 def example_unrolls(seed=0):
@@ -373,9 +391,10 @@ def test_loss_and_gradient_are_their_definition(seed):
     args, agent, unrolls = example_unrolls(seed)
     loss, stats = impala.impala_loss(agent, unrolls, args)
     gradients = torch.autograd.grad(loss, list(agent.parameters()))
-    expected, parts = loss_by_definition(agent, unrolls, args)
+    expected, parts, explained = loss_by_definition(agent, unrolls, args)
     torch.testing.assert_close(loss.double(), expected, atol=1e-3, rtol=1e-5)
     np.testing.assert_allclose([stats[x] for x in ("policy_loss", "value_loss", "entropy")], parts, rtol=1e-4)
+    np.testing.assert_allclose(stats["explained_variance"], explained, rtol=1e-3, atol=1e-4)
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, list(agent.parameters()))):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-3, rtol=1e-4)
     log_rho = agent.float().actor(torch.from_numpy(unrolls["obs"][:, :-1])).log_softmax(-1)

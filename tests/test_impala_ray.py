@@ -358,6 +358,8 @@ def test_what_a_copy_adds_to_checkpoints_is_the_same_for_all_learners_after_a_re
             "                    num_updates += args.updates_per_collect\n"
             "                    rate = optimizer.param_groups[0]['lr'] / args.learning_rate\n"
             "                    print(f'rank {rank} step {run.step} lr {rate:.4g}\\n', end='', flush=True)\n"
+            "                    begins = slot['unrolls']['obs'][0, 0].tolist()\n"
+            "                    print(f'actor {slot[\"actor\"]} of {rank} begins {begins}\\n', end='', flush=True)\n"
             "                    scheduler.step()\n"
         ),
     }.items():
@@ -373,3 +375,7 @@ def test_what_a_copy_adds_to_checkpoints_is_the_same_for_all_learners_after_a_re
     for rank in range(2):
         for step, rate in ((128, 1), (256, 0.5), (384, 0.25), (512, 0.125)):
             assert f"rank {rank} step {step} lr {rate}\n" in out, out
+    # the second learner's actors are odd; no two actors, nor one after a resume, play the same episodes
+    played = re.findall(r"^actor (\d) of (\d) begins (.*)", out, re.MULTILINE)
+    assert {(actor, rank) for actor, rank, _ in played} == {("0", "0"), ("1", "1")}
+    assert len({begins for *_, begins in played}) == len(played) == 8

@@ -68,7 +68,7 @@ def test_the_loss_is_the_weighted_sum_over_the_steps_that_are_not_empty(seed):
         short = np.zeros(1, impala.unroll_dtype(impala.make_envs(args, 1), of_it))
         for name in short.dtype.names:
             short[name][0] = unroll[name][: T + (name == "obs")]
-        of_one, of_parts = loss_by_definition(agent, short, of_it)
+        of_one, of_parts, _ = loss_by_definition(agent, short, of_it)
         total, parts = total + w * of_one, parts + w.item() * of_parts * T / count
         assert 0 < error < 10
     torch.testing.assert_close(loss.double(), total, atol=1e-3, rtol=1e-5)

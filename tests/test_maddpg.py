@@ -355,16 +355,27 @@ def test_update_is_two_descents_with_the_critic_first(optimizer):
     torch.manual_seed(9)
     reference = [make_optimizer(net.parameters(), lr=1e-2) for net in (agent2, critic2)]
     target = maddpg.critic_targets(*targets, batch, args.gamma)
-    maddpg.critic_loss(critic2, batch, target).sum().backward()
+    critic_loss = maddpg.critic_loss(critic2, batch, target)
+    critic_loss.sum().backward()
+    norms = {"critic": norm_of_each(critic2, 3)}
     reference[1].step()
     loss = maddpg.actor_loss(agent2, critic2, batch, args.reg)
     agent2.zero_grad()
     loss.backward()
+    norms["actor"] = norm_of_each(agent2, 1)
     reference[0].step()
     for net, other in ((agent, agent2), (critic, critic2)):
         for p, q in zip(net.parameters(), other.parameters()):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
     assert metrics["train/actor_loss"] == pytest.approx(loss.item()) and metrics["train/num_updates"] == 1
+    assert metrics["train/critic_loss"] == pytest.approx(critic_loss.mean().item())
+    for name, norm in norms.items():
+        assert metrics[f"train/{name}_gradients"] == pytest.approx(norm.mean().item())
+
+
+def norm_of_each(network, M):
+    """The norms (M,) of the gradients of M networks whose parameters are stacked, or of one."""
+    return torch.cat([p.grad.reshape(M, -1) for p in network.parameters()], 1).norm(dim=1)
 
 
 # -------------------------------------------------------------------------------------------------------------- buffer

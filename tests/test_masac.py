@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from test_maddpg import CPU, SMALL, alone, played, world
+from test_maddpg import CPU, SMALL, alone, norm_of_each, played, world
 from toys import code, double, scalars
 
 
@@ -248,15 +248,22 @@ def test_update_is_two_descents_with_the_critics_first():
     metrics = masac.update(agent, critic, target_critic, optimizers, batch, args)
     torch.manual_seed(9)
     target = masac.critic_targets(agent2, target_critic, batch, args.gamma)
-    masac.critic_loss(critic2, batch, target).sum().backward()
+    critic_loss = masac.critic_loss(critic2, batch, target)
+    critic_loss.sum().backward()
+    norm = norm_of_each(critic2.critic, 3).mean().item()
     reference[1].step()
     loss, entropy = masac.actor_loss(agent2, critic2, batch)
+    agent2.zero_grad()
     (loss + masac.temperature_loss(agent2, entropy, batch, args.target_entropy)).backward()
+    of_actor = norm_of_each(agent2.actor, 1).mean().item()
     reference[0].step()
     for net, other in ((agent, agent2), (critic, critic2)):
         for p, q in zip(net.parameters(), other.parameters()):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
     assert metrics["train/actor_loss"] == pytest.approx(loss.item()) and metrics["train/num_updates"] == 1
+    assert metrics["train/critic_loss"] == pytest.approx(critic_loss.mean().item())
+    assert metrics["train/critic_gradients"] == pytest.approx(norm)
+    assert metrics["train/actor_gradients"] == pytest.approx(of_actor)
     assert metrics["train/entropy"] == pytest.approx(entropy[batch.alive.bool()].mean().item())
     assert metrics["train/temperature"] == pytest.approx(np.exp([-1, 0.5, 0.2]).mean())
 

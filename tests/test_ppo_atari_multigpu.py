@@ -112,9 +112,10 @@ import torch
 from cleanmarl import ppo_atari_multigpu
 from cleanmarl.cli import launch
 
-def update(agent, optimizer, *rest):
+def update(agent, optimizer, batch, *rest):
     rank = os.environ["RANK"]
-    torch.save([agent.state_dict(), optimizer.state_dict()], Path(__file__).with_name(f"{rank}.pt"))
+    learned = [agent.state_dict(), optimizer.state_dict(), batch.obs, batch.action]
+    torch.save(learned, Path(__file__).with_name(f"{rank}.pt"))
     return {}
 
 ppo_atari_multigpu.update = update
@@ -132,10 +133,27 @@ def test_all_processes_go_on_from_what_the_first_has_resumed(tmp_path):
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     for rank in range(2):
-        agent, optimizer = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        agent, optimizer, *_ = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert all(torch.equal(agent[key], x) for key, x in saved["agent"].items())
         for key, state in saved["optimizer"]["state"].items():
             assert all(torch.equal(optimizer["state"][key][name], x) for name, x in state.items())
+
+
+def test_each_process_plays_its_share_of_the_environments_and_no_episode_twice(tmp_path):
+    """Neither what another process plays, nor what was played before a resume; their actions are their own, too."""
+    spy = tmp_path / "ppo_atari_multigpu.py"
+    spy.write_text(SPY)
+    played = []
+    for total in (64, 128):
+        settings = SMALL | {"env_id": "Boxing-v5", "total_timesteps": total}
+        resumed = ["--resume", *(tmp_path / "runs").iterdir()] if played else []
+        out, _ = torchrun(tmp_path, *flags(settings), *resumed, script=spy).communicate(timeout=120)
+        played += [torch.load(tmp_path / f"{rank}.pt", weights_only=True)[2:] for rank in range(2)]
+    assert [len(obs) for obs, _ in played] == 4 * [2 * 16], out  # of the 4 environments
+    for i, (obs, action) in enumerate(played):
+        for other, other_action in played[:i]:
+            assert (obs[:2] != other[:2]).any()  # the first observations
+            assert (action != other_action).float().mean() > 0.5
 
 
 def test_what_a_copy_adds_to_checkpoints_is_the_same_in_all_processes_after_a_resume(tmp_path):

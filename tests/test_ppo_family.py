@@ -115,6 +115,25 @@ def test_ppo_atari_lstm_is_ppo_atari_but_for_one_frame_and_minibatches_of_sequen
     assert lines == of_parent and len(lines) > 12
 
 
+def without(words: list[str], function) -> list[str]:
+    """The lines of its code, unindented, that have none of these words."""
+    return [line.strip() for line in code(function).splitlines() if not any(word in line for word in words)]
+
+
+def test_scripts_of_several_learners_learn_like_those_of_one():
+    """But for their gradients, which are averaged."""
+    multi, single = (importlib.import_module(f"cleanmarl.ppo_atari_{name}") for name in ("multigpu", "envpool"))
+    assert without(["gradients"], multi.update) == without([], single.update)
+    ray, impala = (importlib.import_module(f"cleanmarl.{name}") for name in ("impala_ray", "impala"))
+    assert without(["average("], ray.update) == without([], impala.update)
+    words = ("batch", "gathered", "num_updates", "remaining", "learning_rate", "episodes", "unrolls")
+    loops = [
+        [line.strip() for line in code(x.main).splitlines() if any(word in line for word in words)]
+        for x in (ray, impala)
+    ]
+    assert loops[0] == loops[1] and len(loops[1]) > 15
+
+
 class FloatPictures(gym.Env):
     """Frames (C, 84, 84) of numbers from 0 to 1, as a user's environment may have them."""
 

@@ -624,6 +624,51 @@ def test_a_death_where_none_was_promised_is_said(toy, num_workers):
             envs.step(info["action_mask"].argmax(-1))
 
 
+class Paid(ParallelEnv):
+    """Two agents with these rewards; the third is gone after the first step."""
+
+    metadata = {"team_reward": True}  # noqa: RUF012
+
+    def __init__(self, first=1.0, second=1.0):
+        self.possible_agents, self.rewards = ["first", "second", "third"], [first, second, second]
+
+    def observation_space(self, agent):
+        return FIVE
+
+    def action_space(self, agent):
+        return spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.agents = [*self.possible_agents]
+        return dict.fromkeys(self.agents, np.ones(5, np.float32)), {key: {} for key in self.agents}
+
+    def step(self, actions):
+        acted, self.agents = self.agents, ["first", "second"]
+        obs, ends = dict.fromkeys(acted, np.ones(5, np.float32)), {agent: agent == "third" for agent in acted}
+        return obs, dict(zip(acted, self.rewards)), ends, dict.fromkeys(acted, False), {key: {} for key in acted}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_team_whose_agents_do_not_earn_the_same_is_said(num_workers):
+    """Learners took the mean of rewards that were each agent's own."""
+    action = np.zeros((2, 3), np.int64)
+    for first, second in ((1.0, 1.0), (1e6, 1e6 + 1), (0.1 + 0.2, 0.3)):  # but for roundings
+        with closing(make(Paid, 2, num_workers=num_workers, first=first, second=second)) as envs:
+            envs.reset()
+            rewards = [envs.step(action)[1][0].tolist() for _ in range(3)]
+            assert [len([x for x in row if x]) for row in rewards] == [3, 2, 2]  # the dead earn nothing
+    for first, second in ((1.0, 2.0), (0.0, 0.01), (-1e6, -1e6 + 200)):
+        with closing(make(Paid, 2, num_workers=num_workers, first=first, second=second)) as envs:
+            envs.reset()
+            line = r"Paid: environment 0: first earns \S+ and second \S+ in one step, and team_reward is True$"
+            with pytest.raises(EnvError, match=line):
+                envs.step(action)
+        options = {"first": first, "second": second, "team_reward": False}
+        with closing(make(Paid, 2, num_workers=num_workers, **options)) as envs:
+            envs.reset()
+            envs.step(action)
+
+
 def test_who_is_among_the_agents_again_is_alive_again(toy):
     """As an environment does it that lets units respawn: their death is a termination."""
     envs = make(toy, 1, num_workers=0, deaths={"dict": 2}, respawn=4)
@@ -1102,6 +1147,13 @@ class Levers(Scouts):
         return spaces.Box(0, 4, (2,), np.int64)
 
 
+class Switches(Scouts):
+    """An agent has two switches."""
+
+    def action_space(self, agent):
+        return spaces.MultiDiscrete([2, 2])
+
+
 def test_box_actions_must_be_of_floats():
     """What a policy of real numbers samples is not in the space."""
     with pytest.raises(EnvError, match=r"Box actions must be of floats, not \['Box\(0, 4, \(2,\), int64\)'"):
@@ -1228,7 +1280,12 @@ class OldSpaces(Scouts):
     [
         (Twins, {}, r"Twins: two of its possible_agents have one name: \['scout', 'scout'\]"),
         (OldSpaces, {}, r"OldSpaces: action_space must be a method, action_space\(agent\)"),
-        (Scouts, {"space": spaces.Box(-1, 1, (0,))}, "cannot be built with .*: TypeError: nobody observes anything"),
+        (Scouts, {"space": spaces.Box(-1, 1, (0,))}, "Scouts: nobody observes anything"),
+        (
+            Switches,
+            {},
+            r"Switches: all agents need Discrete or all need Box actions, not \['MultiDiscrete\(.*; a Discrete",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_one_line(cls, options, line):

@@ -395,6 +395,45 @@ def test_a_line_that_overwrites_the_scheduler_is_refused(tmp_path):
             run.log({})
 
 
+def test_parameters_that_no_loss_reaches_are_named_once(tmp_path, capfd):
+    """A detach too many, or a layer that nobody calls; not what has had a gradient, or is frozen."""
+    for optimizer in (torch.optim.Adam, torch.optim.RMSprop, torch.optim.SGD):
+        agent = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1) for name in ("actor", "head", "frozen")})
+        agent.frozen.requires_grad_(False)
+        modules = {"agent": agent, "optimizer": optimizer(agent.parameters(), lr=0.1)}
+        with small_run(tmp_path, modules) as run:
+            for _ in range(4):
+                modules["optimizer"].zero_grad()
+                agent.actor(torch.ones(2)).sum().backward()
+                modules["optimizer"].step()
+                run.step += 10
+                run.log({"train/a": 1.0})
+        line = "no loss has reached agent.head.weight, agent.head.bias so far: nothing is learned there\n"
+        # plain gradient descent does not know
+        assert capfd.readouterr().err.count(line) == (0 if optimizer is torch.optim.SGD else 1)
+
+
+def test_an_edited_script_that_resumes_leaves_the_one_that_ran_before(tmp_path, capfd):
+    """With the step until which it ran; another try at the same step does not take its place."""
+    script, text = tmp_path / "my_ppo.py", (FOLDER / "ppo.py").read_text()
+    steps = {"total_timesteps": 128, "num_envs": 2, "num_steps": 32, "num_minibatches": 2, "eval_episodes": 0}
+
+    def train(edited: str, **flags) -> subprocess.CompletedProcess:
+        script.write_text(edited)
+        flags = [str(x) for key, value in flags.items() for x in (f"--{key.replace('_', '-')}", value)]
+        return subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, timeout=120)
+
+    train(f"{text}# 1\n", **steps, runs_dir=tmp_path / "runs")
+    (folder,) = (tmp_path / "runs").iterdir()
+    said = train(f"{text}# 2\n", total_timesteps=256, resume=folder)
+    assert said.returncode == 0 and "my_ppo.py has changed since the run began; it goes on as it is now" in said.stdout
+    slip = text.replace("    all_stats = []\n", "    raise RuntimeError('a slip')\n")
+    assert "a slip" in train(f"{slip}# 3\n", total_timesteps=320, resume=folder).stderr
+    assert train(f"{text}# 4\n", total_timesteps=320, resume=folder).returncode == 0
+    kept = {path.name: path.read_text().splitlines()[-1] for path in folder.glob("*.py")}
+    assert kept == {"my_ppo-128.py": "# 1", "my_ppo-256.py": "# 2", "my_ppo.py": "# 4"}
+
+
 def test_a_metric_of_some_updates_comes_with_the_next_point(tmp_path):
     with small_run(tmp_path, total_timesteps=2000) as run:
         for update in range(1, 2001):

@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 
 import cleanmarl
-from cleanmarl.run import Run, load_checkpoint
+from cleanmarl.run import EVAL_SEED, Run, load_checkpoint
 
 import numpy as np
 import pytest
@@ -149,7 +149,8 @@ def test_target_networks_step_after_every_so_many_updates(name, toy, tmp_path):
 def test_points_and_evaluations_come_after_every_so_many_episodes(name, toy, tmp_path, monkeypatch):
     """And those of --eval-interval after so many steps."""
     evaluated, script = evaluations(monkeypatch), importlib.import_module(f"cleanmarl.{name}")
-    greedy = policies(name, monkeypatch)
+    greedy, seeds, play = policies(name, monkeypatch), [], Run.play
+    monkeypatch.setattr(Run, "play", lambda run, *given: seeds.append(given[3]) or play(run, *given))
     id_ = "toy/team" + "?continuous=True" * ("continuous" in name)
     options = {"eval_steps": 4, "log_every": 5, "eval_interval": 60}
     folder = script.main(arguments(name, id_, tmp_path, **options))
@@ -161,6 +162,9 @@ def test_points_and_evaluations_come_after_every_so_many_episodes(name, toy, tmp
     steps = 6 * ends[1:]
     assert evaluated == [*steps[np.diff(6 * ends // 60) > 0], steps[-1]]
     assert all(greedy) and len(greedy) == len(evaluated) + len(scalars(folder)["eval/ep_reward"])
+    assert seeds == [
+        1 + EVAL_SEED + step // 6 for step, _ in scalars(folder)["eval/ep_reward"]
+    ]  # new episodes each time
 
 
 @pytest.mark.parametrize("name", having("eval_steps"))

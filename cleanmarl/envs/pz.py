@@ -221,7 +221,7 @@ class Layout:
         keys = [{*space} if isinstance(space, spaces.Dict) else set() for space in self.observations]
         for agent, seen in zip(self.agents, keys):
             if "action_mask" in seen and seen != {"observation", "action_mask"}:
-                raise TypeError(f"{agent} sees {sorted(seen)}: a mask stands beside 'observation' alone")
+                raise EnvError(f"{env_id}: {agent} sees {sorted(seen)}: a mask stands beside 'observation' alone")
         self.masked = ["action_mask" in seen for seen in keys]
         self.observations = [s["observation"] if masked else s for s, masked in zip(self.observations, self.masked)]
         self.obs_sizes = [spaces.flatdim(space) for space in self.observations]
@@ -229,19 +229,21 @@ class Layout:
         self.has_pictures = shapes[0] is not None
         if len({*shapes}) > 1:
             seen = ", ".join(str(shape or "no picture") for shape in dict.fromkeys(shapes))
-            raise TypeError(f"all agents need pictures of one shape, or none, not {seen}")
+            raise EnvError(f"{env_id}: all agents need pictures of one shape, or none, not {seen}")
         A, size = len(self.agents), max(self.obs_sizes)
         if size == 0:
-            raise TypeError("nobody observes anything")
+            raise EnvError(f"{env_id}: nobody observes anything")
         self.observation_space = (
             pictures(A, *shapes[0]) if self.has_pictures else spaces.Box(-np.inf, np.inf, (A, size), np.float32)
         )
         self.actions = [env.action_space(agent) for agent in self.agents]
         self.continuous = isinstance(self.actions[0], spaces.Box)
         if not all(isinstance(s, spaces.Box if self.continuous else spaces.Discrete) for s in self.actions):
-            raise TypeError(f"all agents need Discrete or all need Box actions, not {[*map(str, self.actions)]}")
+            all_discrete = "all agents need Discrete or all need Box actions"
+            hint = "a Discrete space can number the combinations of a MultiDiscrete"
+            raise EnvError(f"{env_id}: {all_discrete}, not {[*map(str, self.actions)]}; {hint}")
         if self.continuous and not all(np.issubdtype(s.dtype, np.floating) for s in self.actions):
-            raise TypeError(f"Box actions must be of floats, not {[*map(str, self.actions)]}")
+            raise EnvError(f"{env_id}: Box actions must be of floats, not {[*map(str, self.actions)]}")
         self.action_sizes = [math.prod(s.shape) if self.continuous else int(s.n) for s in self.actions]
         self.real_actions = np.arange(max(self.action_sizes)) < np.array(self.action_sizes)[:, None]  # (A, K)
         self.has_battles = hasattr(env, "battle_won")
@@ -609,6 +611,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         if self.statistics is None:
             raise EnvError(f"{self.env_id}: call reset() before step(), and not after close()")
         self.arrays["action"][:] = self._checked(action)
+        alive = self.arrays["agent_mask"].copy()
         self._call("step")
         reward, termination, truncation = (self.arrays[key].copy() for key in ("reward", "termination", "truncation"))
         self.statistics.add(reward)
@@ -616,6 +619,8 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         if not self.may_die and not info["agent_mask"].all():
             a = np.flatnonzero(~info["agent_mask"].all(0))[0]
             raise EnvError(f"{self.env_id}: {self.agents[a]} is gone, or not there yet, and may_die is False")
+        if self.team_reward:
+            self._check_team(reward, alive)
         if done.any():
             for key in ("final_obs", "final_state", "final_action_mask", "final_agent_mask"):
                 info[key] = np.zeros_like(self.arrays[key])
@@ -650,6 +655,16 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         except BaseException:  # an answer may be under way, so the workers are of no more use
             self.close()
             raise
+
+    def _check_team(self, reward: np.ndarray, alive: np.ndarray) -> None:
+        """EnvError where agents that were alive (N, A) do not earn the same: learners would take the mean of it."""
+        least, most = (np.where(alive, reward, x).reshape(alive.shape) for x in (np.inf, -np.inf))
+        differ = most.max(-1) - least.min(-1) > 1e-4 * np.abs(np.where(alive, reward, 0)).max(-1).clip(1)
+        if differ.any():
+            n = differ.argmax()
+            a, b = least[n].argmin(), most[n].argmax()
+            earn = f"{self.agents[a]} earns {reward[n, a]} and {self.agents[b]} {reward[n, b]}"
+            raise EnvError(f"{self.env_id}: environment {n}: {earn} in one step, and team_reward is True")
 
     def _checked(self, action) -> np.ndarray:
         """`action` with zeros for dead agents and for actions that an agent does not have."""
