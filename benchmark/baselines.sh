@@ -26,7 +26,7 @@ forage() {  # script, number of seeds, id of the environment, folder of the runs
         --runs-dir "runs/$4" -- --total-timesteps "$5" --gamma 0.99 --normalize-reward "${rate[@]}"
 }
 for script in vdn qmix idqn; do forage $script 5 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long 2000000; done
-forage qtran 2 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long 3000000  # of which the first seed had 2,000,000
+forage qtran 3 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long 3000000  # of which the first seed had 2,000,000
 $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foraging_long --command benchmark/baselines.sh \
     --note "a discount of 0.99 and normalised rewards; QMIX with VDN's learning rate and target"
 # their curves are beside MAPPO's, which benchmark/mappo.sh draws
@@ -75,13 +75,13 @@ $PYTHON benchmark/report.py runs/masac_spread_longer --out docs/results/masac_sp
 listen masac 5 masac_listener --total-timesteps 500000
 listen dop 5 masac_listener --total-timesteps 500000 --gamma 0.95
 listen coma 5 masac_listener --total-timesteps 2000000 --gamma 0.95
-forage_with_critics() {  # script, steps, flags
-    $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds 1 --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 \
-        --runs-dir runs/masac_foraging -- --total-timesteps "$2" "${@:3}"
+forage_with_critics() {  # script, number of seeds, steps, flags
+    $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 \
+        --runs-dir runs/masac_foraging -- --total-timesteps "$3" "${@:4}"
 }
-forage_with_critics masac 1000000 --gamma 0.99 --normalize-reward --batch-size 32
-forage_with_critics dop 2000000
-forage_with_critics coma 2000000
+forage_with_critics masac 1 1000000 --gamma 0.99 --normalize-reward --batch-size 32
+forage_with_critics dop 1 2000000
+forage_with_critics coma 3 2000000
 $PYTHON benchmark/report.py runs/masac_foraging --out docs/results/masac_foraging --command benchmark/baselines.sh \
     --note "the defaults of DOP and COMA; a discount of 0.99, normalised rewards and batches of 32 episodes for MASAC"
 $PYTHON benchmark/report.py runs/masac_listener --out docs/results/masac_listener --command benchmark/baselines.sh \

@@ -780,6 +780,18 @@ def test_a_report_folder_of_ones_own_is_redrawn(tmp_path):
         redraw.main(redraw.Args(tmp_path / "nowhere"))
 
 
+def test_the_seeds_of_a_published_curve_have_the_same_steps():
+    """A mean is of rows in their order: rows of another budget, put beside them by hand, would make a false curve."""
+    for path in sorted((BENCHMARK.parent / "docs" / "results" / "data").glob("*.csv")):
+        data = pd.read_csv(path)
+        if {"seed", "metric", "step"} <= set(data):
+            curves = data[~data.metric.isin([*report.FINAL, report.WON, report.PLANNED])]
+            for curve, runs in curves.groupby([*report.CURVE, "metric"], dropna=False):
+                steps = [run.step.to_numpy() for _, run in runs.groupby("seed")]
+                assert len({len(x) for x in steps}) == 1, (path.name, curve)
+                assert np.ptp(steps, axis=0).max() < 0.01 * np.max(steps), (path.name, curve)
+
+
 def test_no_label_of_a_published_figure_is_cut_off_on_the_left():
     """Where the layout once changed the ticks, and with them the room that they need."""
     places = {}
