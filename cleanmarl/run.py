@@ -220,7 +220,7 @@ class Run:
             tell(f"{self.script}.py has changed since the run began; it goes on as it is now, {kept}")
             earlier = self.folder / f"{self.script}-{self.step}.py"  # as it was until this step
             if copy != self.source and not earlier.exists():
-                copy.rename(earlier)
+                shutil.copyfile(copy, earlier)
         if copy != self.source:
             copy.write_bytes(text)
 

@@ -658,7 +658,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
 
     def _check_team(self, reward: np.ndarray, alive: np.ndarray) -> None:
         """EnvError where agents that were alive (N, A) do not earn the same: learners would take the mean of it."""
-        least, most = (np.where(alive, reward, x).reshape(alive.shape) for x in (np.inf, -np.inf))
+        least, most = (np.where(alive, reward, x) for x in (np.inf, -np.inf))
         differ = most.max(-1) - least.min(-1) > 1e-4 * np.abs(np.where(alive, reward, 0)).max(-1).clip(1)
         if differ.any():
             n = differ.argmax()
