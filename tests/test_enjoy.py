@@ -424,7 +424,9 @@ def test_what_cannot_be_played(ppo_run, tmp_path):
     folder = tmp_path
     assert "not a run folder" in refused(run_dir=tmp_path / "nowhere")
     assert "not a run folder" in refused(run_dir=ppo_run / "args.json")
-    for text in ("{", "[1, 2]", '{"script": "ppo"}', '"ppo"'):
+    (folder / "args.json").write_text("{")
+    assert f"{folder}/args.json is damaged (" in refused()
+    for text in ("[1, 2]", '{"script": "ppo"}', '"ppo"'):
         (folder / "args.json").write_text(text)
         assert "not a run folder" in refused(), text
     (folder / "args.json").write_text(json.dumps(meta | {"args": [1]}))
