@@ -1107,7 +1107,7 @@ def test_bench(capsys):
     assert lines[0].startswith("jumanji/LevelBasedForaging-v0") and lines[1].split()[0] == "original"
     assert [line.split("=")[1].split()[0] for line in lines[2:]] == ["1", "8", "64", "256", "1024"]
     assert all(line.endswith("x") for line in lines[2:])
-    bench("pz/mpe2/simple_spread_v3?may_die=False&team_reward=True&num_workers=0", seconds=0.01)
+    bench("pz/mpe2/simple_spread_v3?may_die=False&team_reward=False&num_workers=0", seconds=0.01)
     assert "original" in capsys.readouterr().out
     bench("matrix/penalty", seconds=0)
     assert "no original" in capsys.readouterr().out
