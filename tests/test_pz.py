@@ -1280,11 +1280,11 @@ class OldSpaces(Scouts):
     [
         (Twins, {}, r"Twins: two of its possible_agents have one name: \['scout', 'scout'\]"),
         (OldSpaces, {}, r"OldSpaces: action_space must be a method, action_space\(agent\)"),
-        (Scouts, {"space": spaces.Box(-1, 1, (0,))}, "Scouts: nobody observes anything"),
+        (Scouts, {"space": spaces.Box(-1, 1, (0,))}, r"^\S*Scouts: nobody observes anything"),
         (
             Switches,
             {},
-            r"Switches: all agents need Discrete or all need Box actions, not \['MultiDiscrete\(.*; a Discrete",
+            r"^\S*Switches: all agents need Discrete or all need Box actions, not \['MultiDiscrete\(.*; a Discrete",
         ),
     ],
 )
