@@ -259,17 +259,18 @@ class Search:
                     return
                 self.num_open -= 1
                 trial = self.study.ask(self.space)
+            value, state = None, None
             try:
                 value = self.value(trial)
             except optuna.TrialPruned:
-                self.study.tell(trial, state=TrialState.PRUNED)
+                state = TrialState.PRUNED
             except RunFailed as error:
                 trial.set_user_attr("error", str(error))
-                self.study.tell(trial, state=TrialState.FAIL)
-            else:
-                if value is not None:
-                    self.study.tell(trial, value)
-            self.show(trial)
+                state = TrialState.FAIL
+            with self.lock:  # so that two that end at once are counted one after the other
+                if value is not None or state is not None:  # else it was interrupted
+                    self.study.tell(trial, value, state)
+                self.show(trial)
 
     def value(self, trial: optuna.Trial) -> float | None:
         """The mean score of the runs; None if they were interrupted. Raises TrialPruned, RunFailed."""
@@ -327,19 +328,18 @@ class Search:
 
     def show(self, trial: optuna.Trial) -> None:
         """A line for a trial that ended, and the table of all."""
-        with self.lock:
-            frozen = self.study.trials[trial.number]
-            at = " at" if frozen.state == TrialState.PRUNED else ""  # its score of then, and so far
-            score = "" if frozen.value is None else f"{at} {frozen.value:.4g}"
-            state = "interrupted" if frozen.state == TrialState.RUNNING else frozen.state.name.lower()
-            words = shlex.join(to_flags(trial.params))
-            print(f"{len(self.ended())} of {self.args.num_trials}: {state}{score}: {words}", flush=True)
-            if "error" in frozen.user_attrs:
-                print(frozen.user_attrs["error"], end="", flush=True)
-            columns = ("number", "state", "value", "duration", "params")
-            table = self.study.trials_dataframe(columns)
-            table.loc[table.state != "COMPLETE", "value"] = math.nan  # of fewer steps, or environments
-            table.to_csv(self.args.runs_dir / "trials.csv", index=False)
+        frozen = self.study.trials[trial.number]
+        at = " at" if frozen.state == TrialState.PRUNED else ""  # its score of then, and so far
+        score = "" if frozen.value is None else f"{at} {frozen.value:.4g}"
+        state = "interrupted" if frozen.state == TrialState.RUNNING else frozen.state.name.lower()
+        words = shlex.join(to_flags(trial.params))
+        print(f"{len(self.ended())} of {self.args.num_trials}: {state}{score}: {words}", flush=True)
+        if "error" in frozen.user_attrs:
+            print(frozen.user_attrs["error"], end="", flush=True)
+        columns = ("number", "state", "value", "duration", "params")
+        table = self.study.trials_dataframe(columns)
+        table.loc[table.state != "COMPLETE", "value"] = math.nan  # of fewer steps, or environments
+        table.to_csv(self.args.runs_dir / "trials.csv", index=False)
 
 
 def main(args: Args, flags: list[str]) -> int:

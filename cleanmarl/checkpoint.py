@@ -55,19 +55,21 @@ def checkpoint_path(path: Path) -> Path:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """A checkpoint, or the latest one of a run folder, on the CPU; UsageError if there is none, or it is damaged."""
     folder, path = run_folder(Path(path)), checkpoint_path(Path(path))
+    there = sorted(folder.glob("*.pt"))
     if not path.exists():
-        there = sorted(file.name for file in folder.glob("*.pt"))
-        has = f"it has {', '.join(there)}" if there else "the run ended before it saved one"
+        has = f"it has {', '.join(file.name for file in there)}" if there else "the run ended before it saved one"
         raise UsageError(f"{folder} has no {path.name}: {has}")
+    others = ", ".join(file.name for file in there if not file.samefile(path))  # one may be a second name of this
+    has = f"; {folder} has {others} too" if others else ""
     try:
         with path.open("rb") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
                 is_whole = hashlib.sha256(view[:-DIGEST_SIZE]).digest() == view[-DIGEST_SIZE:]
-            check(is_whole, f"{path} is damaged, or of another version of cleanmarl")
+            check(is_whole, f"{path} is damaged, or of another version of cleanmarl{has}")
             with torch.serialization.safe_globals(NUMPY):
                 checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UsageError(f"{path} is damaged and cannot be read") from error
+        raise UsageError(f"{path} is damaged and cannot be read{has}") from error
     is_ours = isinstance(checkpoint, dict) and checkpoint.get("format") == FORMAT
     check(is_ours, f"{path} is no checkpoint of this version of cleanmarl")
     script, wanted = checkpoint["script"], read_run(folder)["script"]

@@ -620,7 +620,10 @@ def test_resume_of_damaged_folders(runs, tmp_path, refused):
     (folder / "args.json").write_text(json.dumps(meta))
     assert "has no checkpoint.pt" in refused("ppo", "--resume", folder)
     (folder / "checkpoint.pt").write_bytes((runs["ppo"] / "checkpoint.pt").read_bytes()[:-2000])
-    assert "checkpoint.pt is damaged" in refused("ppo", "--resume", folder)
+    assert refused("ppo", "--resume", folder).endswith("checkpoint.pt is damaged, or of another version of cleanmarl\n")
+    os.link(folder / "checkpoint.pt", folder / "checkpoint-512.pt")  # a second name of the same file is no way out
+    (folder / "checkpoint-256.pt").write_bytes((runs["ppo"] / "checkpoint.pt").read_bytes())
+    assert refused("ppo", "--resume", folder).endswith(f"of cleanmarl; {folder} has checkpoint-256.pt too\n")
     (folder / "args.json").write_text(json.dumps(meta | {"args": meta["args"] | {"flag_of_old": 1}}))
     assert "is a run of another version of ppo.py" in refused("ppo", "--resume", folder)
 

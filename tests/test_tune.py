@@ -3,11 +3,13 @@
 import dataclasses
 import gc
 import json
+import re
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
@@ -240,6 +242,17 @@ def test_a_later_call_tries_other_parameters(toy):
         search.file.close()  # as at the end of a program
     tried = [trial.params["x"] for trial in tune.Search(toy_args(6), [], lambda: 0).study.trials]
     assert len(tried) == len(set(tried)) == 6
+
+
+def test_trials_that_end_at_once_are_counted_one_by_one(toy, capsys):
+    (toy / "toy.py").write_text(SCRIPT.replace("60 if", "0 if"))
+    search = tune.Search(toy_args(4, num_seeds=1), [], lambda: 0)
+    tell = search.study.tell
+    search.study.tell = lambda *told: (tell(*told), time.sleep(0.5))  # time for another to end
+    with ThreadPoolExecutor(2) as pool:
+        for worker in [pool.submit(search.work) for _ in range(2)]:
+            worker.result()
+    assert re.findall(r"^(\d) of 4: ", capsys.readouterr().out, re.M) == ["1", "2", "3", "4"]
 
 
 def test_a_score_that_is_no_number_is_explained_and_counts(toy, capsys):
