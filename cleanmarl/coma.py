@@ -152,7 +152,10 @@ def of_action(values: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
 
 
 def make_policy(agent: Agent, greedy: bool = True):
-    """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples."""
+    """The agents as a function of (obs, info, done) for `evaluate`: their most probable legal actions, or samples.
+
+    The samples are without the share of random actions that the agents explore with.
+    """
     actor = as_numpy(agent.actor)
 
     def policy(obs: np.ndarray, info: dict, done: np.ndarray) -> np.ndarray:
@@ -311,8 +314,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, iterati
     steps = list(zip(*(x.split(args.num_envs) for x in batch)))  # the rows of each time step
     losses, norms = [], []
     for i, step in enumerate(reversed(steps)):
-        if (iteration * args.num_steps + i) % args.target_network_update_freq == 0:
-            agent.target_critic.load_state_dict(agent.critic.state_dict())
         loss = critic_loss(agent, Batch(*step))
         optimizer.zero_grad()
         if loss.requires_grad:  # not if a copy freezes the critic
@@ -320,6 +321,8 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, iterati
         norms.append(clip_grads_(agent, args.max_grad_norm)["critic"])
         optimizer.step()  # what has no gradient is left alone
         losses.append(loss.detach().mean())
+        if (iteration * args.num_steps + i + 1) % args.target_network_update_freq == 0:
+            agent.target_critic.load_state_dict(agent.critic.state_dict())
     loss, stats = actor_loss(agent, batch, args)
     optimizer.zero_grad()
     if loss.requires_grad:  # not if a copy freezes the actor

@@ -162,9 +162,9 @@ def test_an_update_is_a_critic_step_for_each_time_step_backwards_then_an_actor_s
             p.data -= lr * g * min(1, 0.3 / (norm + 1e-6))
 
     for i, t in enumerate([4, 3, 2, 1, 0]):
-        if (2 * 5 + i) % 4 == 0:  # before the third step: 10 and 11 came before
-            twin.target_critic.load_state_dict(twin.critic.state_dict())
         step(twin.critic, coma.critic_loss(twin, coma.Batch(*(x[4 * t : 4 * t + 4] for x in batch))), 0.1)
+        if i == 1:  # the 12th of all steps: 10 came before
+            twin.target_critic.load_state_dict(twin.critic.state_dict())
     means = {"value_loss": np.mean(losses), "critic_gradients": np.mean(norms)}
     step(twin.actor, coma.actor_loss(twin, batch, args)[0], 0.5)
     means["actor_gradients"] = norms[-1]
@@ -209,6 +209,19 @@ def test_a_time_limit_bootstraps_from_the_final_state(team):
         value = coma.of_action(q, action)
         values.append(6 + 0.9 * value[0, 0].detach().numpy())
     assert np.abs(np.array(values) - rollout.reward[5, 1, 0]).min() < 1e-4
+
+
+def test_what_could_be_done_next_at_a_time_limit_is_of_the_final_state(team, monkeypatch):
+    """And not of the next episode, whose first state allows another action."""
+    given = []
+    monkeypatch.setattr(coma, "bootstrap", lambda *args: given.append(args) or np.zeros((len(args[1]), 3), np.float32))
+    collected(coma.Args(env_id=f"{team}?varied=True&may_die=False", **SMALL))
+    *cuts, _ = given  # the last is where the rollout ends
+    assert len(cuts) > 5
+    for _, _, state, action_mask, alive in cuts:
+        assert alive.all()
+        for length, mask in zip(state[:, 0].astype(int), action_mask):
+            assert mask[2, 1 - length % 2] and not mask[2, length % 2]
 
 
 def test_a_rollout_that_ends_within_an_episode_bootstraps_from_what_follows(team):
