@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ class Held:
     def __init__(self, modules: dict[str, Any]):
         self.modules = modules
         self.stepped: set[torch.optim.Optimizer] = set()  # since the last check()
-        self.stepped_before: set[torch.optim.Optimizer] = set()
+        self.stepped_before: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in any update until then
         self.seen: set[torch.optim.Optimizer] = set()  # whose parameters check() has looked at
         self.is_overwritten = False  # the learning rate of a scheduler, by a line of the script
         for name, module in modules.items():  # or the first checkpoint would be the end
@@ -55,7 +56,7 @@ class Held:
     def check(self) -> None:
         """Once per update. An optimizer that is made for one update need not be held."""
         self.check_schedulers()  # one that was made after the Run
-        for optimizer in self.stepped & self.stepped_before:
+        for optimizer in self.stepped & set(self.stepped_before):
             message = f"an optimizer ({type(optimizer).__name__}) steps that no checkpoint would hold"
             hint = "give Run it and its module: Run(args, __file__, predictor=..., predictor_optimizer=...)"
             check(is_held(optimizer, self.modules), f"{message}; {hint}")
@@ -63,7 +64,8 @@ class Held:
                 tell(f"no loss has reached {', '.join(names)} so far: nothing is learned there", sys.stderr)
             self.seen.add(optimizer)
         check(not self.is_overwritten, "the scheduler's learning rate is overwritten before the step: delete that line")
-        self.stepped, self.stepped_before = set(), self.stepped
+        self.stepped_before |= self.stepped
+        self.stepped = set()
 
     def check_schedulers(self) -> None:
         for name, module in self.modules.items():
@@ -124,16 +126,19 @@ def without_gradient(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(p in optimizer.state for p in parameters):  # plain gradient descent remembers nothing
         return []
-    missing = {p.untyped_storage().data_ptr() for p in parameters if p not in optimizer.state and p.requires_grad}
+    storage = {p: p.untyped_storage().data_ptr() for p in parameters}  # views, as of Networks, share that of a stack
+    missing = {*storage.values()} - {x for p, x in storage.items() if p in optimizer.state}
     networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
     named = [(f"{name}.{key}", p) for name, network in networks.items() for key, p in network.named_parameters()]
-    return [name for name, p in named if p.untyped_storage().data_ptr() in missing]
+    return [name for name, p in named if p.requires_grad and p.untyped_storage().data_ptr() in missing]
 
 
 def is_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> bool:
     """Whether a checkpoint has the optimizer, by itself or within something of one's own with a state_dict."""
-    schedulers = torch.optim.lr_scheduler.LRScheduler  # they have one, and not its state
-    own = [m for m in modules.values() if not isinstance(m, schedulers)]
+    # schedulers, and networks as torch saves them, may have one, and not its state
+    schedulers, extra = torch.optim.lr_scheduler.LRScheduler, torch.nn.Module.get_extra_state
+    networks = {m for m in modules.values() if isinstance(m, torch.nn.Module) and type(m).get_extra_state is extra}
+    own = [m for m in modules.values() if not isinstance(m, schedulers) and m not in networks]
     parts = [part for m in own for part in getattr(m, "__dict__", {}).values()]
     parts += [x for part in parts if isinstance(part, list | tuple) for x in part]
     parts += [x for part in parts if isinstance(part, dict) for x in part.values()]

@@ -317,9 +317,10 @@ def clip_grads_(agent: nn.Module, max_norm: float) -> dict[str, torch.Tensor]:
         groups = []  # gradients and their norm, () or (M,)
         if shared:
             groups.append((shared, torch.cat([gradient.flatten() for gradient in shared]).norm()))
-        if by_network:
-            squares = [gradient.flatten(1).square().sum(1) for gradient in by_network]  # (M,) each
-            groups.append((by_network, torch.stack(squares).sum(0).sqrt()))
+        for M in dict.fromkeys(map(len, by_network)):  # layers of other numbers of networks are other stacks
+            stack = [gradient for gradient in by_network if len(gradient) == M]
+            squares = [gradient.flatten(1).square().sum(1) for gradient in stack]  # (M,) each
+            groups.append((stack, torch.stack(squares).sum(0).sqrt()))
         for gradients, norm in groups if max_norm < math.inf else ():
             scale = (max_norm / (norm + 1e-6)).clamp(max=1)
             for gradient in gradients:

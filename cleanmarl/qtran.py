@@ -242,7 +242,7 @@ class Buffer:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         moments, lengths, *fields = (x.numpy() for x in state.values())
-        for episode in zip(*(np.split(x, np.cumsum(rows)[:-1]) for x, rows in zip(fields, zip(*lengths)))):
+        for episode in zip(*(np.split(x, np.cumsum(rows)[:-1]) for x, rows in zip(fields, zip(*lengths), strict=True))):
             self.append(Batch(*(x.copy() for x in episode)))  # a view would keep the memory of all
         self.moments = moments  # to the last digit: added up in another order they would differ
 

@@ -76,6 +76,7 @@ from cleanmarl.held import Held
 from cleanmarl.machine import too_large
 
 import numpy as np
+import torch
 import torch.nn as nn
 from tqdm import tqdm
 
@@ -89,7 +90,7 @@ NUMBERS = ("step", "num_episodes", "last_point", "last_step", "last_evaluation",
 def as_number(value: Any, name: str) -> float:
     """A point of a curve; UsageError that names the metric if it is no number."""
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)  # a loss has a gradient
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"the metric {name} must be a number, not {type(value).__name__} ({error})") from error
 

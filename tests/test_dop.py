@@ -317,6 +317,8 @@ def test_the_latest_are_those_that_ended_last_and_a_checkpoint_has_all(capacity)
         np.testing.assert_array_equal(latest.obs[i, : len(rows)], rows)
         assert latest.weight[i].sum() == len(steps)
     again = dop.Buffer(world(3), args)
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):  # of a copy that loads less than it saves
+        again.load_state_dict(buffer.state_dict() | {"priorities": torch.ones(3)})
     again.load_state_dict(buffer.state_dict())
     for one, other in zip(buffer.episodes, again.episodes, strict=True):
         for x, y in zip(one, other, strict=True):

@@ -146,6 +146,23 @@ def test_each_network_is_clipped_by_its_own_norm(max_norm):
     assert "unused" not in norms and norms["frozen"] == 0
 
 
+def test_stacks_of_different_size_in_one_child_are_clipped_apart():
+    """As an encoder of each agent and an ensemble of critics."""
+    agent = nn.ModuleDict({"critic": nn.ModuleList([StackedLinear(3, D, H), StackedLinear(5, D, H)])})
+    torch.manual_seed(0)
+    sum((layer(torch.randn(9, len(layer.weight), D)) ** 2).sum() for layer in agent["critic"]).backward()
+    before = [
+        (layer, m, [p.grad[m].clone() for p in layer.parameters()])
+        for layer in agent["critic"]
+        for m in range(len(layer.weight))
+    ]
+    norms = [torch.cat([gradient.flatten() for gradient in gradients]).norm() for *_, gradients in before]
+    torch.testing.assert_close(clip_grads_(agent, 2.0)["critic"], torch.stack(norms).mean())
+    for (layer, m, gradients), norm in zip(before, norms, strict=True):
+        for p, gradient in zip(layer.parameters(), gradients):
+            torch.testing.assert_close(p.grad[m], gradient * min(1, 2 / (norm + 1e-6)))
+
+
 def test_lstms_learn_in_torch_as_when_training():
     class Calls(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):

@@ -114,6 +114,14 @@ def test_a_field_that_a_copy_adds_comes_back_with_the_buffer_whatever_its_length
         assert all(map(np.array_equal, before, after))
 
 
+def test_what_a_copy_saves_with_the_buffer_and_does_not_load_is_refused():
+    """As priorities: a resumed run would go on without them, in silence."""
+    buffer, _ = recorded(maddpg, world(3), maddpg.Args(), 40)
+    state = buffer.state_dict() | {"priorities": torch.ones(len(buffer.episodes))}
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
+        maddpg.Buffer(world(3), maddpg.Args()).load_state_dict(state)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_head_with_a_loss_of_its_own_learns(script, monkeypatch):
     """Added to the actor's loss it moves with the actor; the actor's loss leaves the critics alone."""

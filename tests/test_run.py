@@ -27,6 +27,7 @@ from cleanmarl.cli import RunArgs, UsageError, launch
 from cleanmarl.envs import make
 from cleanmarl.evaluate import evaluate
 from cleanmarl.folder import new_folder
+from cleanmarl.layers import Networks, StackedLinear
 from cleanmarl.run import NonFiniteError, Run, WriteError, load_checkpoint, load_states, write_checkpoint
 
 import gymnasium as gym
@@ -255,6 +256,14 @@ def test_a_network_that_could_never_be_saved_does_not_begin(tmp_path):
         small_run(tmp_path, {"agent": network, "scheduler": scheduler})
 
 
+def test_a_loss_is_logged_as_it_is(tmp_path, recwarn):
+    with small_run(tmp_path, {}) as run:
+        run.step = 1
+        run.log({"train/rnd_loss": torch.ones((), requires_grad=True) * 0.5})
+    assert scalars(run.folder)["train/rnd_loss"] == [(1, 0.5)]
+    assert not [warning for warning in recwarn if "requires_grad" in str(warning.message)]
+
+
 def test_what_is_learned_and_not_kept_is_refused(tmp_path):
     """A module that the optimizer has and Run has not would begin anew at each --resume."""
     agent, predictor = torch.nn.Linear(2, 1), torch.nn.Linear(2, 3)
@@ -354,8 +363,54 @@ def test_an_optimizer_beside_those_of_the_run_is_refused_at_its_second_update(tm
         learn(predictor, other)
         with pytest.raises(UsageError, match=message):
             run.log({})
+    with small_run(tmp_path, {"agent": agent, "predictor": predictor, "optimizer": optimizer}) as run:
+        for steps in (True, False, False):  # as delayed ones do
+            learn(agent, optimizer)
+            if steps:
+                learn(predictor, other)
+            run.step += 1
+            run.log({})
+        learn(predictor, other)
+        with pytest.raises(UsageError, match=message):
+            run.log({})
     with pytest.raises(UsageError, match=r"^extra=dict has no state_dict, load_state_dict, which a checkpoint needs"):
         small_run(tmp_path, {"extra": {"best": 0.0}})
+
+
+class Owner(torch.nn.Module):
+    """A network with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.Adam(self.layer.parameters())
+
+
+class Keeper(Owner):
+    """And which gives torch the state of that one, too."""
+
+    def get_extra_state(self) -> dict:
+        return self.optimizer.state_dict()
+
+    def set_extra_state(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("network", [Owner, Keeper])
+def test_an_optimizer_within_a_network_is_kept_if_the_network_says_so_alone(network, tmp_path):
+    agent = network()
+    with small_run(tmp_path, {"agent": agent}) as run:
+        learn(agent.layer, agent.optimizer)
+        run.step += 1
+        run.log({})
+        learn(agent.layer, agent.optimizer)
+        if network is Owner:
+            with pytest.raises(UsageError, match=r"an optimizer \(Adam\) steps that no checkpoint would hold"):
+                run.log({})
+            return
+    resumed = network()
+    load_states(load_checkpoint(run.folder), run.folder, agent=resumed)
+    assert resumed.optimizer.state[resumed.layer.weight]["step"] == 2
 
 
 def test_the_optimizer_of_another_run_in_this_process_is_none_of_these(tmp_path):
@@ -411,6 +466,22 @@ def test_parameters_that_no_loss_reaches_are_named_once(tmp_path, capfd):
         line = "no loss has reached agent.head.weight, agent.head.bias so far: nothing is learned there\n"
         # plain gradient descent does not know
         assert capfd.readouterr().err.count(line) == (0 if optimizer is torch.optim.SGD else 1)
+
+
+def test_stacked_parameters_that_no_loss_reaches_are_named_too(tmp_path, capfd):
+    """Where the optimizer has a view for each network; not those of a network whose turn has not come yet."""
+    agent = torch.nn.ModuleDict({name: StackedLinear(3, 2, 1) for name in ("actor", "head")})
+    networks = Networks(agent, 3)
+    optimizer = torch.optim.Adam([{"params": networks[m]} for m in range(3)])
+    with small_run(tmp_path, {"agent": agent, "optimizer": optimizer}) as run:
+        for m in range(3):
+            agent["actor"](torch.ones(4, 3, 2)).sum().backward()
+            networks.take_gradients(active=[m])
+            optimizer.step()
+            run.step += 10
+            run.log({"train/a": 1.0})
+    line = "no loss has reached agent.head.weight, agent.head.bias so far: nothing is learned there\n"
+    assert capfd.readouterr().err.count(line) == 1
 
 
 def test_an_edited_script_that_resumes_leaves_the_one_that_ran_before(tmp_path, capfd):
