@@ -80,7 +80,7 @@ forage_with_critics() {  # script, number of seeds, steps, flags
         --runs-dir runs/masac_foraging -- --total-timesteps "$3" "${@:4}"
 }
 forage_with_critics masac 1 1000000 --gamma 0.99 --normalize-reward --batch-size 32
-forage_with_critics dop 1 2000000
+forage_with_critics dop 2 2000000
 forage_with_critics coma 3 2000000
 $PYTHON benchmark/report.py runs/masac_foraging --out docs/results/masac_foraging --command benchmark/baselines.sh \
     --note "the defaults of DOP and COMA; a discount of 0.99, normalised rewards and batches of 32 episodes for MASAC"
