@@ -380,8 +380,8 @@ class Run:
         Raises NonFiniteError if a return, or a metric named `..._loss`, is not finite, SystemExit after a signal.
         """
         metrics = {key: as_number(value, key) for key, value in metrics.items()}
+        self.has_learned |= bool(self.held.stepped) or any(key.endswith("_loss") for key in metrics)
         self.held.check()
-        self.has_learned |= bool(metrics)
         if self.bad_returns is not False:
             where = np.argwhere(self.bad_returns)[0]
             raise self._non_finite(f"the return in environment {where[0]} is not finite")

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cleanmarl import ippo, ppo, vdn
+from cleanmarl import impala_replay, ippo, ppo, vdn
 from cleanmarl import run as run_module
 from cleanmarl.cli import RunArgs, UsageError, launch
 from cleanmarl.envs import make
@@ -941,6 +941,14 @@ def test_a_run_that_was_too_short_to_learn_says_so(tmp_path, capsys):
     flags = {"num_envs": 2, "batch_size": 4, "eval_episodes": 0, "runs_dir": str(tmp_path)}
     for total, says in ((50, True), (100, False)):  # two and four episodes of 25 steps
         vdn.main(vdn.Args(**flags, total_timesteps=total))
+        assert ("nothing was learned: these steps were too few for an update" in capsys.readouterr().out) == says
+
+
+def test_a_run_whose_episodes_are_all_shorter_than_an_unroll_says_that_nothing_was_learned(tmp_path, capsys):
+    flags = {"num_actors": 0, "num_envs": 2, "batch_size": 2, "eval_episodes": 0, "runs_dir": str(tmp_path)}
+    for unroll_length, says in ((500, True), (5, False)):  # random games of CartPole take 20 steps
+        flags |= {"unroll_length": unroll_length, "remainder": "drop"}
+        impala_replay.main(impala_replay.Args(**flags, total_timesteps=2000))
         assert ("nothing was learned: these steps were too few for an update" in capsys.readouterr().out) == says
 
 
