@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from cleanmarl import enjoy
+from cleanmarl import enjoy, ppo
 from cleanmarl.cli import parse
 from cleanmarl.envs import make
 
@@ -49,6 +49,7 @@ PYTHON_ELSEWHERE = {  # the beginning of a block of Python, and the test that ha
     "def mappo_loss": "test_docs.py: lines of the script",
     "now = collect(": "test_docs.py: lines of the script",
     "class SmallPong": "test_pz.py and test_change.py",
+    "import pandas as pd": "test_curves_as_a_table, below",
     "SummaryWriter(run.folder)": "test_a_histogram_of_ones_own, below",
     "# overcooked.py": "test_overcooked, below",
     "# vmas_task.py": "none: VMAS is in no group, because it would bring another torch",
@@ -223,6 +224,15 @@ def test_blocks_of_python():
                 exec(text, {})
                 run += 1
     assert run >= 1
+
+
+def test_curves_as_a_table(tmp_path):
+    need("pandas")
+    (code,) = (text for text in blocks("docs/howto.md", "python") if "import pandas" in text)
+    folder = ppo.main(ppo.Args(total_timesteps=1024, num_envs=2, eval_episodes=0, runs_dir=str(tmp_path)))
+    there: dict = {}
+    exec(code.replace("RUN_DIR", str(folder)), there)
+    assert [*there["curve"]] == ["wall_time", "step", "value"] and len(there["curve"]) == 4
 
 
 def test_a_histogram_of_ones_own(tmp_path):

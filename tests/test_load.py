@@ -70,10 +70,16 @@ def test_the_page_plays_every_kind_of_policy(train, name, tmp_path, monkeypatch)
     assert there["obs"].shape[0] == 4 and np.isfinite(there["reward"]).all()
 
 
+def test_the_page_plays_in_other_environments(train):
+    there: dict = {}
+    exec(BLOCKS[0].replace("RUN_DIR", str(train("mappo"))) + BLOCKS[1], there)
+    assert there["metrics"]["eval/ep_length"] == 50 and there["policy"].envs.time_limit == 25
+
+
 def test_torchscript_acts_the_same(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there: dict = {}
-    exec(BLOCKS[0].replace("RUN_DIR", str(train("mappo"))) + BLOCKS[1], there)
+    exec(BLOCKS[0].replace("RUN_DIR", str(train("mappo"))) + BLOCKS[2], there)
     policy, obs, info = there["policy"], there["obs"], there["info"]
     np.testing.assert_array_equal(there["action"], policy(obs, info, np.ones(4, bool)))
     saved, memoryless = torch.jit.load("policy.pt"), policy.agent.actor
@@ -82,7 +88,7 @@ def test_torchscript_acts_the_same(train, tmp_path, monkeypatch):
         torch.testing.assert_close(saved(other), memoryless(other))
 
 
-@pytest.mark.parametrize("block, packages", [(1, []), (2, ["onnxruntime", "onnxscript"])])
+@pytest.mark.parametrize("block, packages", [(2, []), (3, ["onnxruntime", "onnxscript"])])
 def test_observations_of_float64_are_exported_too(block, packages, train, tmp_path, monkeypatch):
     """MuJoCo's are, and those of many environments that people write."""
     need(*packages)
@@ -98,7 +104,7 @@ def test_observations_of_float64_are_exported_too(block, packages, train, tmp_pa
 def test_a_normalised_actor_is_exported_as_the_page_says(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there: dict = {}
-    block = BLOCKS[1].replace("obs.astype(np.float32)", "policy.agent.normalize_obs(seen := obs)")
+    block = BLOCKS[2].replace("obs.astype(np.float32)", "policy.agent.normalize_obs(seen := obs)")
     block = block.replace(f"{MASKED}.argmax(-1)", "logits")
     exec(BLOCKS[0].replace("RUN_DIR", str(train("ppo_continuous_action"))) + block, there)
     expected = there["policy"](there["seen"], there["info"], np.ones(4, bool))
@@ -112,7 +118,7 @@ def test_a_normalised_actor_is_exported_as_the_page_says(train, tmp_path, monkey
 def test_a_continuous_actor_is_exported_as_the_page_says(name, output, train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there: dict = {}
-    block = BLOCKS[1].replace(f"{MASKED}.argmax(-1)", f"policy.agent.env_action({output})")
+    block = BLOCKS[2].replace(f"{MASKED}.argmax(-1)", f"policy.agent.env_action({output})")
     exec(BLOCKS[0].replace("RUN_DIR", str(train(name))) + block, there)
     expected = there["policy"](there["obs"], there["info"], np.ones(4, bool))
     np.testing.assert_allclose(there["action"], expected, atol=1e-6)
@@ -123,7 +129,7 @@ def test_a_continuous_actor_is_exported_as_the_page_says(name, output, train, tm
 def test_an_agent_that_sees_boards_is_exported_as_the_page_says(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     there: dict = {}
-    block = BLOCKS[1].replace(".astype(np.float32)", "").replace("policy.agent.actor", "policy.agent")
+    block = BLOCKS[2].replace(".astype(np.float32)", "").replace("policy.agent.actor", "policy.agent")
     block = block.replace(".detach()", "[0].detach()").replace(MASKED, "logits")
     exec(BLOCKS[0].replace("RUN_DIR", str(train("ppo_selfplay"))) + block, there)
     policy, obs, info = there["policy"], there["obs"], there["info"]
@@ -134,7 +140,7 @@ def test_onnx_acts_the_same(train, tmp_path, monkeypatch):
     need("onnxruntime", "onnxscript")
     monkeypatch.chdir(tmp_path)
     there: dict = {}
-    exec(BLOCKS[0].replace("RUN_DIR", str(train("mappo"))) + BLOCKS[2], there)
+    exec(BLOCKS[0].replace("RUN_DIR", str(train("mappo"))) + BLOCKS[3], there)
     policy, obs, info = there["policy"], there["obs"], there["info"]
     np.testing.assert_array_equal(there["action"], policy(obs, info, np.ones(4, bool)))
     for number in (1, 3):  # of environments

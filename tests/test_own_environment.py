@@ -1,5 +1,6 @@
 """Environments of the user's: docs/own_environment.md does what it says, in every way of starting a script."""
 
+import importlib
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from cleanmarl import ippo, ppo
@@ -17,10 +19,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from mpe2 import simple_v3
+from optional import need
+from pettingzoo import ParallelEnv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "own_environment.md").read_text()
 BLOCKS = re.findall(r"```(python|sh|diff)\n(.*?)```", PAGE, flags=re.DOTALL)
+(MAKE_ENVS,) = (text for _, text in BLOCKS if text.startswith("def make_envs"))
 FILES = {name[1]: text for _, text in BLOCKS if (name := re.match(r"# (\w+\.py)\n", text))}
 SMALL = "--total-timesteps 3200 --num-envs 4 --eval-episodes 2"
 
@@ -194,7 +200,7 @@ def test_the_blocks_of_the_page(folder):
             done = shell(re.sub(r"--total-timesteps \d+", "--total-timesteps 3200", text), folder)
             assert done.returncode == 0 and not done.stderr, done.stderr
             played += re.findall(r"^(\S+, \w+ at step .*)\nreturn", done.stdout, re.MULTILINE)
-        elif kind == "python" and text not in FILES.values():
+        elif kind == "python" and text not in [*FILES.values(), MAKE_ENVS]:
             (folder / "block.py").write_text(text)
             done = shell("python block.py", folder)
             assert done.returncode == 0 and not done.stderr, done.stderr
@@ -233,6 +239,70 @@ def test_every_way_of_starting(folder, tmp_path):
     (folder / "my_ippo.py").unlink()  # the one in the run folder is enough, for its workers too
     played = shell(f"python -m cleanmarl.enjoy {run_dir} --episodes 1", tmp_path)
     assert played.returncode == 0 and "1 episodes" in played.stdout, played.stderr
+
+
+class Pictures(gym.Env):
+    """Five steps in the dark, then in the light."""
+
+    observation_space, action_space = gym.spaces.Box(0, 255, (40, 30, 3), np.uint8), gym.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return np.zeros((40, 30, 3), np.uint8), {}
+
+    def step(self, action):
+        self.time += 1
+        return np.full((40, 30, 3), 200, np.uint8), float(action == 2), self.time == 5, False, {}
+
+
+def test_pictures_of_ones_own(tmp_path, monkeypatch):
+    need("cv2")
+    script = (ROOT / "cleanmarl" / "ppo_atari.py").read_text()
+    start, end = script.index("def make_envs"), script.index("def warp_frame")
+    (tmp_path / "my_ppo.py").write_text(f"{script[:start]}{MAKE_ENVS}\n\n{script[end:]}")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("my_ppo")
+    args = module.Args(env_id="test_own_environment:Pictures", num_envs=2, num_steps=16, total_timesteps=64)
+    envs = module.make_envs(args, 2)
+    obs, _ = envs.reset(seed=1)
+    assert obs.shape == (2, 4, 84, 84) and obs.dtype == np.uint8
+    obs = envs.step(np.array([2, 0]))[0]
+    assert (obs[:, -1] == 200).all() and not obs[:, 0].any()
+    folder = module.main(replace(args, eval_episodes=2, runs_dir=str(tmp_path)))
+    assert (folder / "checkpoint.pt").exists()
+
+
+class Narrow(ParallelEnv):
+    """One agent, of whose two actions one is legal, another in each step."""
+
+    def __init__(self):
+        self.metadata, self.possible_agents = {"name": "narrow"}, ["a"]
+
+    def observation_space(self, agent):
+        return gym.spaces.Dict({"observation": gym.spaces.Box(0, 5, (1,)), "action_mask": gym.spaces.MultiBinary(2)})
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(2)
+
+    def observe(self):
+        return {"a": {"observation": np.float32([self.time]), "action_mask": np.eye(2, dtype=np.int8)[self.time % 2]}}
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.time = ["a"], 0
+        return self.observe(), {"a": {}}
+
+    def step(self, actions):
+        reward, self.time = float(actions["a"] == self.time % 2), self.time + 1
+        self.agents = [] if self.time == 5 else self.agents
+        return self.observe(), {"a": reward}, {"a": self.time == 5}, {"a": False}, {"a": {}}
+
+
+def test_legal_actions_of_one_agent(tmp_path):
+    """As the page says: one agent in an environment for many, which earns 1 where its action is legal."""
+    flags = {"num_envs": 2, "num_steps": 20, "total_timesteps": 80, "eval_episodes": 0, "runs_dir": str(tmp_path)}
+    folder = ippo.main(ippo.Args(env_id="pz/test_own_environment:Narrow?num_workers=0", **flags))
+    events = EventAccumulator(str(folder)).Reload()
+    assert {point.value for point in events.Scalars("rollout/ep_reward")} == {5}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
