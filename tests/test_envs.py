@@ -662,11 +662,6 @@ def test_environments_of_neighbouring_seeds_differ():
         ),
         (
             {"vectors": True},
-            {"observation_space": gym.spaces.Box(0, 255, (84, 84), np.uint8)},
-            "Spaces-v0 has pictures (84, 84) and this script needs vectors: see ppo_atari.py, which has a CNN",
-        ),
-        (
-            {"vectors": True},
             {"observation_space": gym.spaces.Dict({"action_mask": gym.spaces.MultiBinary(2)})},
             "this script needs Box or Discrete observations and Spaces-v0 has Dict('action_mask': MultiBinary(2)): "
             "scripts for one agent read no action_mask; ippo.py does, of a PettingZoo environment with one agent",
@@ -717,10 +712,6 @@ def test_spaces_that_a_script_cannot_take(needs, spaces, message):
         make_gymnasium("Spaces-v0", 2, **needs, **options)
     assert str(error.value) == message
     assert make_gymnasium("Spaces-v0", 2, **options).num_envs == 2
-
-
-def test_a_board_of_bytes_is_no_picture():
-    assert make_gymnasium("Spaces-v0", 2, vectors=True, observation_space=gym.spaces.Box(0, 11, (4, 4), np.uint8))
 
 
 # jumanji: equal to envpool stepped by hand, whose own reset costs a step

@@ -465,13 +465,6 @@ def is_picture(space: gym.Space) -> bool:
     return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
 
 
-def is_grey_picture(space: gym.Space) -> bool:
-    """Without an axis of colours. A board of bytes does not go to 255."""
-    if not isinstance(space, gym.spaces.Box) or space.dtype != np.uint8:
-        return False
-    return len(space.shape) == 2 and bool((space.high == 255).all())
-
-
 def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
     """`env` with observations (D,): Box flattened, Discrete one-hot. EnvError for pictures and for other spaces."""
     space = env.observation_space
@@ -480,7 +473,7 @@ def as_vectors(env: gym.Env, env_id: str) -> gym.Env:
         if isinstance(space, gym.spaces.Dict) and "action_mask" in space.spaces:
             hint = "scripts for one agent read no action_mask; ippo.py does, of a PettingZoo environment with one agent"
         raise EnvError(f"this script needs Box or Discrete observations and {env_id} has {space}: {hint}")
-    if is_picture(space) or is_grey_picture(space):
+    if is_picture(space):
         hint = "see ppo_atari.py, which has a CNN"
         raise EnvError(f"{env_id} has pictures {space.shape} and this script needs vectors: {hint}")
     return env if isinstance(space, gym.spaces.Box) and len(space.shape) == 1 else Flattened(env)
