@@ -80,7 +80,7 @@ forage_with_critics() {  # script, number of seeds, steps, flags
         --runs-dir runs/masac_foraging -- --total-timesteps "$3" "${@:4}"
 }
 forage_with_critics masac 1 1000000 --gamma 0.99 --normalize-reward --batch-size 32
-forage_with_critics dop 2 2000000
+forage_with_critics dop 3 2000000
 forage_with_critics coma 3 2000000
 $PYTHON benchmark/report.py runs/masac_foraging --out docs/results/masac_foraging --command benchmark/baselines.sh \
     --note "the defaults of DOP and COMA; a discount of 0.99, normalised rewards and batches of 32 episodes for MASAC"
@@ -89,7 +89,7 @@ $PYTHON benchmark/report.py runs/masac_listener --out docs/results/masac_listene
 listen facmac 5 facmac_listener --total-timesteps 500000
 $PYTHON benchmark/report.py runs/facmac_listener --out docs/results/facmac_listener --command benchmark/baselines.sh \
     --note "the defaults"
-spread coma 1 coma_spread_long/0.99 --total-timesteps 1000000
+spread coma 3 coma_spread_long/0.99 --total-timesteps 1000000
 for script in coma coma_lstm; do spread $script 2 coma_spread_long/0.95 --total-timesteps 3000000 --gamma 0.95; done
 $PYTHON benchmark/report.py runs/coma_spread_long --out docs/results/coma_spread_long --command benchmark/baselines.sh \
     --note "the defaults but for the discount"

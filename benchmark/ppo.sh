@@ -65,11 +65,10 @@ $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env
     --workers 1 --runs-dir runs/ppo_breakout -- --bf16 on
 $PYTHON benchmark/report.py runs/ppo_breakout --out docs/results/ppo_atari_envpool_breakout \
     --note "CleanRL's defaults, 10,000,000 steps, with \`--bf16 on\`" --command benchmark/ppo.sh
-# the published run had a GPU (--device cuda) for 1,133,568 steps, and went on by --resume RUN --device cpu
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_atari_envpool.py" --env-ids BeamRider-v5 --num-seeds 1 \
-    --workers 1 --runs-dir runs/ppo_beamrider -- --total-timesteps 4000000 --bf16 auto
+    --workers 1 --runs-dir runs/ppo_beamrider -- --bf16 auto
 $PYTHON benchmark/report.py runs/ppo_beamrider --out docs/results/ppo_atari_envpool_beamrider \
-    --note "CleanRL's defaults but for 4,000,000 steps; \`--bf16 auto\`" --command benchmark/ppo.sh
+    --note "CleanRL's defaults, 10,000,000 steps, with \`--bf16 auto\`" --command benchmark/ppo.sh
 $PYTHON benchmark/run.py --command "python cleanmarl/ppo_procgen.py" --env-ids StarpilotEasy-v0 --num-seeds 1 \
     --workers 1 --runs-dir runs/ppo_procgen_starpilot -- --total-timesteps 1000000
 $PYTHON benchmark/report.py runs/ppo_procgen_starpilot --out docs/results/ppo_procgen_starpilot \
