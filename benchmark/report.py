@@ -561,7 +561,7 @@ def draw(data: pd.DataFrame, scores: pd.DataFrame | None, figure: dict[str, str]
             side = "left" if x.near and side == "right" else "right"  # not over the one below
             box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
             place = {"xycoords": ("axes fraction", "data"), "ha": side, "va": "bottom", "size": 8}
-            axis.annotate(x.label, ({"left": 0.01, "right": 0.99}[side], x.score), **place, bbox=box, zorder=1)
+            axis.annotate(x.label, ({"left": 0.01, "right": 0.99}[side], x.score), **place, bbox=box)  # over the curves
         axis.set(title=env_id, xlabel="environment steps", ylabel=figure["tag"])
         axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 5))
         size = "medium" if max(map(len, curves)) < 40 else "small"
