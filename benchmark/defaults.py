@@ -31,7 +31,8 @@ SCRIPTS += ["impala", "impala_continuous_action", "impala_replay"]
 OFF_POLICY = ["maddpg", "maddpg_multienvs", "maddpg_lstm", "maddpg_lstm_multienvs", "maddpg_continuous_action"]
 OFF_POLICY += ["facmac", "facmac_continuous_action", "masac", "masac_continuous_action", "dop"]
 OFF_POLICY += ["idqn", "vdn", "vdn_lstm", "qmix", "qmix_lstm", "qtran"]  # two fifths as many steps
-PICTURES = ["ppo_atari", "ppo_atari_envpool", "ppo_atari_lstm", "ppo_procgen"]  # a tenth as many steps, two rollouts
+PICTURES = ["ppo_atari", "ppo_atari_envpool", "ppo_atari_lstm", "ppo_procgen"]
+PICTURES += ["impala_atari_envpool"]  # a tenth as many steps, two rollouts
 EVERY = (*SCRIPTS, *OFF_POLICY, *PICTURES)
 METRICS = ["approx_kl", "clipfrac", "entropy", "explained_variance"]
 
@@ -70,7 +71,8 @@ def run(script: str, total_timesteps: int, runs_dir: str) -> dict[str, float | s
     module, seen = importlib.import_module(f"cleanmarl.{script}"), defaultdict(list)
     args = module.Args(total_timesteps=10**9)
     if script in PICTURES:
-        total_timesteps = max(total_timesteps // 10, 2 * args.num_envs * args.num_steps)
+        rollout = args.num_envs * getattr(args, "num_steps", 0)  # IMPALA has unrolls, which are short
+        total_timesteps = max(total_timesteps // 10, 2 * rollout)
     if script in OFF_POLICY:
         total_timesteps = total_timesteps * 2 // 5
     here = {"num_actors": 0} if script.startswith("impala") else {}  # whose optimizer steps can be watched

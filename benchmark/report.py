@@ -413,13 +413,14 @@ def curve_names(data: pd.DataFrame) -> pd.Series:
     return pd.Series(names, data.index, dtype=object)
 
 
-def stopped_words(rows: pd.DataFrame) -> str:
-    """Of the final rows of a curve: after how many of which steps its seeds, or some of them, were stopped, or ""."""
-    planned = rows[rows.metric == PLANNED]
+def steps_words(rows: pd.DataFrame) -> str:
+    """Of the final rows of a curve: how many steps its seeds had, and of how many they, or some, were stopped."""
+    planned, final = rows[rows.metric == PLANNED], rows[rows.metric.isin([*FINAL, PLANNED])]
+    least, most = final.get("least_step", final.step).min(), rows.step.max()
+    differ = least < (most if len(planned) else WHOLE * most)  # whole episodes end some steps apart
+    steps = f"{least:,.0f} to {most:,.0f}" if differ else f"{most:,.0f}"
     if planned.empty:
-        return ""
-    least, most = rows[rows.metric.isin([*FINAL, PLANNED])].get("least_step", rows.step).min(), rows.step.max()
-    steps = f"{least:,.0f} to {most:,.0f}" if least < most else f"{most:,.0f}"
+        return steps
     some = f"{planned.seeds.max()} " if planned.seeds.max() < rows.seeds.max() else ""
     return f"{steps} of {planned['mean'].max():,.0f}, {some}stopped"
 
@@ -443,10 +444,9 @@ def final_table(data: pd.DataFrame, note: str = "") -> str:
             cells = [number(scores[name]) if name in scores else "" for name in names]
             lines.append(f"| {env_id} | *{label}* | | | | {' | '.join(cells)} | |")
         for (script, settings), rows in of_env.groupby(["script", "settings"], dropna=False):
-            steps = stopped_words(rows) or f"{rows.step.max():,.0f}"
             settings = settings if isinstance(settings, str) else note.partition(";")[0]
             settings = f"`{settings}`" if settings.startswith("--") else settings
-            cells = [env_id, script, settings, f"{rows.seeds.max()}", steps]
+            cells = [env_id, script, settings, f"{rows.seeds.max()}", steps_words(rows)]
             for metric in metrics:
                 results = rows[rows.metric == metric][["mean", "low", "high"]].to_numpy()
                 mean, low, high = results[0] if len(results) else (np.nan, np.nan, np.nan)
@@ -648,11 +648,9 @@ def page_data(folder: Path) -> dict[str, Any]:
                 curve[metric] = [float(f"{x:.5g}") for x in numbers if not np.isnan(x)]
                 if len(final) and final.seeds.max() < rows.seeds.max():
                     curve[f"{metric}, seeds"] = int(final.seeds.max())
-            if words := stopped_words(rows):
-                curve["stopped"] = words
             late = rows[rows.metric == figure["tag"] + LATE][["mean", "low", "high"]][:1].to_numpy().ravel()
             curve["late"] = [float(f"{x:.5g}") for x in late if not np.isnan(x)]
-            curve["steps"] = float(rows.step.max())
+            curve |= {"steps": float(rows.step.max()), "of steps": steps_words(rows)}
             envs.setdefault(env_id, {"curves": [], "yardsticks": []})["curves"].append(curve)
     for env in envs.values():  # the table has all settings
         for curve, name in zip(env["curves"], curve_names(pd.DataFrame(env["curves"]))):

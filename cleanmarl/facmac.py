@@ -85,6 +85,8 @@ class Args(RunArgs):
     """updates between two steps of the target networks"""
     polyak: Annotated[float, Interval(gt=0, le=1)] = 0.001
     """how far a step takes the target networks towards the others"""
+    reg: UnitFloat = 0.0
+    """weight of the mean squared logit in the actor's loss, against an actor that is too sure; 0 for none"""
     clip_gradients: float = 0.5
     """largest norm of a network's gradient; 0 or less for any"""
 
@@ -322,7 +324,7 @@ def critic_loss(critic: Critic, batch: Batch, target: torch.Tensor) -> torch.Ten
     return (error.square() * batch.weight).sum((0, 1)) / batch.weight.sum((0, 1)).clamp(min=1)
 
 
-def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> torch.Tensor:
+def actor_loss(agent: Agent, critic: Critic, batch: Batch, reg: float = 0.0) -> torch.Tensor:
     """Minus the mean value, for the living agents, of what all agents would do now: hard samples of their policies."""
     logits = agent.logits(batch.obs[:, :-1], batch.action_mask[:, :-1])
     action = F.gumbel_softmax(logits, hard=True)  # detail facmac-4: hard samples, with the gradient of soft ones
@@ -332,6 +334,7 @@ def actor_loss(agent: Agent, critic: Critic, batch: Batch) -> torch.Tensor:
     is_own = torch.eye(action.shape[2], dtype=torch.bool, device=action.device)
     utility = torch.where(is_own, utility, utility.detach())  # (B, T, A, A)
     q = critic.mix(utility, batch.state[:, :-1])  # (B, T, A)
+    q = q - reg * (logits * batch.action_mask[:, :-1]).square().mean(-1)  # detail maddpg-8: large logits cost
     return -(q * batch.alive).sum() / batch.alive.sum().clamp(min=1)
 
 
@@ -356,7 +359,7 @@ def update(agent: Agent, critic: Critic, targets, optimizers, batch: Batch, args
     critic_losses = critic_loss(critic, batch, target)
     # The critics share no parameter: the gradient of their sum is each one's gradient of its own loss.
     norms = descend(critic_losses.sum(), critic, optimizers[1], args.clip_gradients)
-    loss = actor_loss(agent, critic, batch)
+    loss = actor_loss(agent, critic, batch, args.reg)
     norms |= descend(loss, agent, optimizers[0], args.clip_gradients)
     critic.num_updates += 1
     return {

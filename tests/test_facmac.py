@@ -171,6 +171,23 @@ def test_an_agent_climbs_its_own_value_by_its_own_action_while_the_others_act_as
     torch.testing.assert_close(facmac.actor_loss(agent, critic, other), loss)
 
 
+# proves maddpg-8
+def test_large_logits_of_legal_actions_and_living_agents_cost():
+    """A mean over the rows of the mean square of all logits, in which those of illegal actions are 0."""
+    _, agent, critic, batch = case(True)
+    parameters, losses = list(agent.parameters()), []
+    for reg in (0.0, 0.5):
+        torch.manual_seed(7)
+        losses.append(facmac.actor_loss(agent, critic, batch, reg))
+    logits, squares = agent.actor(batch.obs.flatten(0, 1)).view(batch.action_mask.shape), []
+    for b, t, i in batch.alive.nonzero().tolist():
+        squares.append(logits[b, t, i][batch.action_mask[b, t, i]].square().sum() / batch.action_mask.shape[-1])
+    expected = 0.5 * torch.stack(squares).mean()
+    torch.testing.assert_close(losses[1] - losses[0], expected)
+    for ours, theirs in zip(*(torch.autograd.grad(x, parameters) for x in (losses[1] - losses[0], expected))):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("individual", [False, True])
 def test_padding_and_the_dead_add_nothing(individual):
     """Neither what stands after the end of an episode nor what a dead agent sees, does and earns alone."""
@@ -232,7 +249,7 @@ def assert_the_scale_of_the_states_makes_no_difference(script, args, agent, crit
 @pytest.mark.parametrize("clip", [-1, 0.01])
 def test_update_is_two_descents_with_the_critic_first(clip):
     """Against an update written out; many of them on one batch do what the losses ask for."""
-    args, agent, critic, batch = case(True, clip_gradients=clip)
+    args, agent, critic, batch = case(True, clip_gradients=clip, reg=0.01)
     targets, (agent2, critic2) = case(True)[1:3], copy.deepcopy((agent, critic))
     for network in targets:
         for p in network.parameters():
@@ -248,7 +265,7 @@ def test_update_is_two_descents_with_the_critic_first(clip):
     critic_loss.sum().backward()
     norms = {"critic": clip_by_hand(critic2.utility, 3, clip), "mixer": clip_by_hand(critic2.mixer, 3, clip)}
     reference[1].step()
-    loss = facmac.actor_loss(agent2, critic2, batch)
+    loss = facmac.actor_loss(agent2, critic2, batch, args.reg)
     agent2.zero_grad()
     loss.backward()
     norms["actor"] = clip_by_hand(agent2, 1, clip)

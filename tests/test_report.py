@@ -340,7 +340,7 @@ def test_runs_that_were_stopped_are_marked(published, capsys):
     assert "Stopped after 512 of 1,000 steps: stopped." in Path(f"{out}.md").read_text()
     page = (out.parent / "report.html").read_text()
     data = json.loads(re.search(r"^const DATA = (.*);$", page, re.MULTILINE)[1])
-    assert data["CartPole-v1"]["curves"][0]["stopped"] == "512 of 1,000, stopped"
+    assert data["CartPole-v1"]["curves"][0]["of steps"] == "512 of 1,000, stopped"
 
 
 def training(end):
@@ -370,8 +370,20 @@ def test_it_is_said_how_many_of_the_seeds_were_stopped_and_where(tmp_path):
     assert "| all |  | 2 | 2,500 to 6,500 of 10,000, stopped |" in text
     assert "Stopped after 2,500 of 10,000 steps: some." in text
     assert "Stopped after 2,500 to 6,500 of 10,000 steps: all." in text
-    stopped = {curve["script"]: curve["stopped"] for curve in page_curves(out.parent)}
-    assert stopped["some"] == "2,500 to 10,000 of 10,000, 1 stopped"
+    steps = {curve["script"]: curve["of steps"] for curve in page_curves(out.parent)}
+    assert steps["some"] == "2,500 to 10,000 of 10,000, 1 stopped"
+
+
+def test_it_is_said_if_seeds_had_other_budgets(tmp_path):
+    """A table said that three seeds had 3,000,720 steps, of which one had 2,000,032."""
+    for script, ends in (("other", (2000, 3000, 3500)), ("same", (20_000, 20_500))):
+        for seed, end in enumerate(ends, start=1):
+            write_run(tmp_path / "runs" / f"{script}{seed}", training(end), script=script, seed=seed)
+    out = tmp_path / "docs" / "a"
+    report.main(report.Args([tmp_path / "runs"], out=out))
+    text = Path(f"{out}.md").read_text()
+    assert "| other |  | 3 | 2,000 to 3,500 |" in text and "| same |  | 2 | 20,500 |" in text
+    assert {curve["of steps"] for curve in page_curves(out.parent)} == {"2,000 to 3,500", "20,500"}
 
 
 def test_the_page_counts_the_seeds_that_it_draws(tmp_path):
@@ -841,6 +853,11 @@ def test_yardsticks_have_sources_and_the_best_is_better_than_random():
         subset=["random", "best"]
     )
     assert (both.best > both.random).all() and len(both) >= 8
+    data = BENCHMARK.parent / "docs" / "results" / "data"
+    for name, figure in json.loads((data / "figures.json").read_text()).items():
+        for env_id in pd.read_csv(data / f"{name}.csv").env_id.unique():
+            lines = known[(known.env_id == env_id) & (known.metric == figure["tag"].partition("/")[2])]
+            assert "random" in set(lines.kind), (name, env_id)
     assert not known[known.kind != "other"].duplicated(["env_id", "metric", "kind"]).any()
 
 
