@@ -678,34 +678,40 @@ def test_jaxmarl_trains_again_and_again(tmp_path):
 
 
 ROLLOUT = """
-import gymnasium as gym, numpy as np, time
-def burn(seconds):
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+import gymnasium as gym, json, numpy as np, time
+from pathlib import Path
+took = dict.fromkeys(("imports", "env", "forward", "update", "other"), 0.0)
+def burn(part, seconds):
+    start = time.perf_counter()
+    while time.perf_counter() < start + seconds:
         pass
+    took[part] += time.perf_counter() - start
 class Env(gym.Env):
     observation_space = action_space = gym.spaces.Discrete(2)
+    part = "env"
     def reset(self, **kwargs):
         return 0, {}
     def step(self, action):
-        burn(0.1)  # long beside what a busy machine takes away at a time
+        burn(Env.part, 0.1)  # long beside what a busy machine takes away at a time
         return 0, 0.0, False, False, {}
 def collect(envs):
     for _ in range(4):
-        burn(0.05)
+        burn("forward", 0.05)
         envs.step(np.zeros(1, int))
 def update():
-    burn(0.2)
+    burn("update", 0.2)
 def main():
     envs = gym.vector.SyncVectorEnv([Env])
     envs.reset()
     collect(envs)
     update()
+    Env.part = "other"
     for _ in range(2):  # an evaluation, 0.2 s: neither env nor forward
         envs.step(np.zeros(1, int))
-burn(0.3)  # imports: not counted
+burn("imports", 0.3)  # not counted
 if __name__ == "__main__":
     main()
+    Path(__file__).with_name("took.json").write_text(json.dumps(took))
 """
 
 
@@ -713,10 +719,8 @@ def test_profile_splits_the_time_of_main(tmp_path):
     script = tmp_path / "rollout.py"
     script.write_text(ROLLOUT)
     spent = speed.split_time(f"python {script} {{steps}}", steps=1)
-    total = sum(spent.values())
-    shares = {part: seconds / total for part, seconds in spent.items()}
-    want = {"env": 0.40, "forward": 0.20, "update": 0.20, "other": 0.20}
-    assert shares == pytest.approx(want, abs=0.08) and total == pytest.approx(1.0, abs=0.3)
+    took = json.loads((tmp_path / "took.json").read_text())  # on a busy machine more than was asked for
+    assert took.pop("imports") >= 0.3 and spent == pytest.approx(took, abs=0.1)
 
     script.write_text(ROLLOUT.replace("def collect", "def gather").replace("collect(envs)", "gather(envs)"))
     spent = speed.split_time(f"python {script} {{steps}}", steps=1)
