@@ -429,15 +429,19 @@ else:
 
 def test_speed_cancels_start_up_and_counts_children(tmp_path):
     (tmp_path / "busy.py").write_text(BUSY)
-    rates = speed.measure(f"python {tmp_path / 'busy.py'} {{steps}} 1000", steps=2400, short=0.25, seed=1)
+    rates = speed.measure(f"python {tmp_path / 'busy.py'} {{steps}} 1000", steps=2400, short=0.05, seed=1)
     assert 800 < rates["CPU-second"] < 1200  # 1000 steps per CPU-second, burnt by a grandchild
     assert rates["CPU-second, end to end"] < 830  # 2.4 s of work + 0.5 s of start-up
 
 
+# The longer run takes ten times as long: were it twice, a machine that is less busy then would make it the shorter one.
+BRIEF, SHORT = BUSY.replace("burn(0.5)", "burn(0)"), 0.05
+
+
 def test_speed_compares_two_commands(tmp_path):
-    (tmp_path / "busy.py").write_text(BUSY)
+    (tmp_path / "busy.py").write_text(BRIEF)
     argv = ["--ours", "python busy.py {steps} 1000", "--peer", "python busy.py {steps} 250", "--steps", "1200"]
-    result = cli("speed.py", *argv, "--peer-steps", "300", "--repeats", "2", cwd=tmp_path)
+    result = cli("speed.py", *argv, "--peer-steps", "300", "--short", SHORT, "--repeats", "2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     cells = {
         line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]]
@@ -457,7 +461,7 @@ def a_pair(script: str, beside: str = "a peer", **changes) -> speed.Pair:
 
 def test_speed_measures_a_pair_for_the_tables(tmp_path, monkeypatch, capsys):
     """Its row replaces an earlier one of the same pair, and the README's table is made of it."""
-    (tmp_path / "busy.py").write_text(BUSY)
+    (tmp_path / "busy.py").write_text(BRIEF)
     (tmp_path / "peer.sh").write_text(f"exec {sys.executable} {tmp_path / 'busy.py'} $1 250\n")
     work = {"ours": f"python {tmp_path / 'busy.py'} {{steps}} 1000", "steps": 600}
     work |= {"peer": "bash {peers}/peer.sh {steps}", "peer_steps": 150}
@@ -467,7 +471,8 @@ def test_speed_measures_a_pair_for_the_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(speed, "README", tmp_path / "README.md")
     (tmp_path / "README.md").write_text(f"before\n{speed.README_START}old\n{speed.README_END}after\n")
     for repeats in (1, 2):
-        speed.measure_table(speed.Args(table=True, peers=tmp_path, repeats=repeats, only=("busy --compile",)))
+        only = {"only": ("busy --compile",), "short": SHORT}
+        speed.measure_table(speed.Args(table=True, peers=tmp_path, repeats=repeats, **only))
     (row,) = speed.read_table()
     assert row["n"] == "2" and 2 < float(row["ratio_min"]) <= float(row["ratio"]) <= float(row["ratio_max"]) < 8
     assert int(row["peer_min"]) <= int(row["peer"]) <= int(row["peer_max"]) < int(row["ours_min"])
