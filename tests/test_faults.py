@@ -709,9 +709,11 @@ def test_a_stopped_process_is_reported_after_a_silence(script, flags, name, tmp_
 # ---------------------------------------------------------------------------------------------------- several learners
 
 ONE_OF_TWO = """
-import os
+import os, signal
 from cleanmarl import cli, ppo_atari_multigpu
 
+# after the run, as during it: that of torchrun, which has seen the other one's end, must not come before the last line
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 learn, cli.OTHERS_WAIT = ppo_atari_multigpu.update, 1
 
 def update(*args):
