@@ -243,8 +243,8 @@ def losses(folder: Path) -> list[float]:
     return of_run["train/policy_loss"] + of_run["train/value_loss"]
 
 
-def wait_for(condition, seconds: float = 60):
-    """The first true value of condition(), asked again and again."""
+def wait_for(condition, seconds: float = 240):
+    """The first true value of condition(), asked again and again: on a busy machine a start alone takes a minute."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
