@@ -76,9 +76,9 @@ if what == "boasts":
     print("stopped at step 1,000; continue with --resume ...")
 if what == "refuses":
     sys.exit(1)
-print("run folder:", folder, flush=True)
 if what == "raises":
     signal.signal(signal.SIGTERM, lambda *_: 1 / 0)
+print("run folder:", folder, flush=True)
 time.sleep(60)
 """
 
