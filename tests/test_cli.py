@@ -32,7 +32,7 @@ import numpy as np
 import pytest
 import torch
 from annotated_types import Ge, Gt, Interval, Le, Lt
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -80,6 +80,7 @@ def test_the_ends_of_ranges_are_as_declared():
 BOUNDS = {Gt: lambda x, b: x > b, Ge: lambda x, b: x >= b, Lt: lambda x, b: x < b, Le: lambda x, b: x <= b}
 
 
+@settings(deadline=None)
 @given(st.sampled_from([Gt, Ge]), st.sampled_from([Lt, Le]), st.integers(-3, 3), st.integers(-3, 3), st.integers(-4, 4))
 def test_ranges_are_their_comparisons(left, right, low, high, value):
     allowed = BOUNDS[left](value, low) and BOUNDS[right](value, high)
