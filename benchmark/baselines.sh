@@ -29,9 +29,6 @@ for script in vdn qmix idqn; do forage $script 5 Foraging-8x8-2p-2f-coop-v3 vdn_
 forage qtran 3 Foraging-8x8-2p-2f-coop-v3 vdn_foraging_long 3000000  # of which the first seed had 2,000,000
 $PYTHON benchmark/report.py runs/vdn_foraging_long --out docs/results/vdn_foraging_long --command benchmark/baselines.sh \
     --note "a discount of 0.99 and normalised rewards; QMIX with VDN's learning rate and target"
-# their curves are beside MAPPO's, which benchmark/mappo.sh draws
-for script in vdn qmix; do forage $script 2 Foraging-15x15-3p-5f-v3 mappo_foraging_15x15 2000000; done
-forage vdn_lstm 1 Foraging-15x15-3p-5f-v3 mappo_foraging_15x15 4000000
 listen() {  # script, number of seeds, folder of the runs, flags
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
         --env-ids mpe/simple_speaker_listener_v4 --runs-dir "runs/$3" -- "${@:4}"

@@ -18,7 +18,11 @@ for script in ippo mappo coppo; do
     run $script 5 mpe/simple_reference_v3 runs/mappo_reference_long --total-timesteps 5000000
     run $script 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_foraging_long --total-timesteps 2000000
 done
-run mappo 1 lbf/Foraging-15x15-3p-5f-v3 runs/mappo_foraging_15x15 --total-timesteps 10000000 --num-envs 32 --num-steps 50 --gamma 0.99
+larger=(lbf/Foraging-15x15-3p-5f-v3 runs/mappo_foraging_15x15 --gamma 0.99)
+run mappo 1 "${larger[@]}" --total-timesteps 10000000 --num-envs 32 --num-steps 50
+run vdn 2 "${larger[@]}" --total-timesteps 2000000 --normalize-reward
+run qmix 2 "${larger[@]}" --total-timesteps 2000000 --normalize-reward --learning-rate 1e-3 --polyak 0.01
+run vdn_lstm 1 "${larger[@]}" --total-timesteps 4000000 --normalize-reward
 for script in ippo mappo; do
     run $script 3 rware/rware-tiny-2ag-easy-v2 runs/mappo_warehouse --total-timesteps 5000000 --num-envs 64 --num-steps 50 --gamma 0.99
 done
