@@ -368,16 +368,20 @@ def hear_signals(signals: set[signal.Signals]) -> None:
 
 def main(args: Args) -> None:
     check_ranges(args)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # so that the pool ends its processes
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     jobs = find_jobs(args)
     if jobs:
-        signals = {signal.SIGINT, signal.SIGTERM}
+        signals, caught = {signal.SIGINT, signal.SIGTERM}, []
+        for signum in signals:  # a pool that has half started would not end its processes
+            signal.signal(signum, lambda signum, _frame: caught.append(signum))
         resource_tracker.ensure_running()  # which unblocks signals
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a process that has half started would end in a traceback
         with multiprocessing.get_context("spawn").Pool(args.workers, hear_signals, [signals]) as pool:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            for signum in signals:
+                signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # the pool ends its processes
+            if caught:
+                sys.exit(128 + caught[0])
             for i, name in enumerate(pool.imap_unordered(train, jobs), start=1):
                 print(f"{i}/{len(jobs)} {name}", flush=True)
     write_data(args)

@@ -363,13 +363,6 @@ def row_of(detail: str, script: str, old: str, new: str) -> tuple[str, str, str]
     return detail, script, f"`{old}` -> `{new}`"
 
 
-def stop(signum: int, _frame: object) -> None:
-    """At a signal: a pool would wait for the tests that its processes are at."""
-    for process in multiprocessing.active_children():
-        process.terminate()
-    sys.exit(128 + signum)
-
-
 def main(args: Args) -> int:
     """Print a table of mutations and the tests that caught them; returns the exit status."""
     unknown = set(args.details) - set(generate.DETAILS)
@@ -383,27 +376,40 @@ def main(args: Args) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, stop)
+    caught_signals = []
+    for signum in (signal.SIGINT, signal.SIGTERM):  # an exit now would leave behind a process that has half started
+        signal.signal(signum, lambda signum, _frame: caught_signals.append(signum))
     tests = [proofs(detail, script) for detail, script, *_ in todo]
     marked = set().union(*tests)
     context = multiprocessing.get_context("forkserver")  # imports the large packages once
     context.set_forkserver_preload(["torch", "gymnasium", "hypothesis", "pytest", EVENTS])
     with ProcessPoolExecutor(args.workers, mp_context=context, max_tasks_per_child=1) as pool:
-        failed, out = pool.submit(failures, marked).result()
-        if failed or " passed" not in out or " error" in out:
-            print(f"{out}\nthese tests do not pass without a mutation", file=sys.stderr)
-            return 1
-        caught, missed = set(), 0
-        print("| detail | script | mutation | caught by |\n|---|---|---|---|", flush=True)
-        results = pool.map(failures, tests, [script for _, script, *_ in todo], sources)
-        for (detail, script, old, new), (failed, out) in zip(todo, results):
-            caught |= failed
-            missed += not failed
-            names = ", ".join(sorted(test.partition("::")[2] for test in failed)) or "NOT CAUGHT"
-            names += ": a fixture fails" if not failed and " error" in out else ""
-            names += ": tests are skipped here" if not failed and " skipped" in out else ""
-            print(f"| {' | '.join(row_of(detail, script, old, new))} | {names} |", flush=True)
+        runs = [pool.submit(failures, marked)]
+        runs += [pool.submit(failures, *of_one) for of_one in zip(tests, [script for _, script, *_ in todo], sources)]
+        try:
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))
+            if caught_signals:
+                sys.exit(128 + caught_signals[0])
+            failed, out = runs[0].result()
+            if failed or " passed" not in out or " error" in out:
+                print(f"{out}\nthese tests do not pass without a mutation", file=sys.stderr)
+                return 1
+            caught, missed = set(), 0
+            print("| detail | script | mutation | caught by |\n|---|---|---|---|", flush=True)
+            for (detail, script, old, new), run in zip(todo, runs[1:]):
+                failed, out = run.result()
+                caught |= failed
+                missed += not failed
+                names = ", ".join(sorted(test.partition("::")[2] for test in failed)) or "NOT CAUGHT"
+                names += ": a fixture fails" if not failed and " error" in out else ""
+                names += ": tests are skipped here" if not failed and " skipped" in out else ""
+                print(f"| {' | '.join(row_of(detail, script, old, new))} | {names} |", flush=True)
+        finally:  # at a signal, too: the pool would wait for the tests that its processes are at
+            for run in runs:
+                run.cancel()
+            for process in multiprocessing.active_children():
+                process.terminate()
     print(f"\n{len(todo) - missed} of {len(todo)} mutations of {len({m[0] for m in todo})} details caught")
     for test in sorted(marked - caught):
         print(f"{test} catches none")
