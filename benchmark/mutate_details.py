@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,11 +406,15 @@ def main(args: Args) -> int:
                 names += ": a fixture fails" if not failed and " error" in out else ""
                 names += ": tests are skipped here" if not failed and " skipped" in out else ""
                 print(f"| {' | '.join(row_of(detail, script, old, new))} | {names} |", flush=True)
-        finally:  # at a signal, too: the pool would wait for the tests that its processes are at
+        except SystemExit:  # a signal: the pool would wait for the tests that its processes are at
+            while processes := multiprocessing.active_children():
+                for process in processes:
+                    process.terminate()
+                time.sleep(0.1)
+            raise
+        finally:
             for run in runs:
                 run.cancel()
-            for process in multiprocessing.active_children():
-                process.terminate()
     print(f"\n{len(todo) - missed} of {len(todo)} mutations of {len({m[0] for m in todo})} details caught")
     for test in sorted(marked - caught):
         print(f"{test} catches none")

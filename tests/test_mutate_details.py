@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,12 @@ def test_every_tag_has_a_mutation_here_or_in_a_script_it_descends_from(script):
 def test_an_unknown_detail_is_refused_in_one_line(capsys):
     assert mutate_details.main(mutate_details.Args(details=("core-3", "core-99"))) == 2
     assert capsys.readouterr().err == "there is no detail core-99\n"
+
+
+def test_a_run_says_who_caught_what_and_ends():
+    argv = [sys.executable, ROOT / "benchmark" / "mutate_details.py", "core-3", "core-4", "--workers", "1"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0 and "2 of 2 mutations of 2 details caught" in done.stdout, done.stderr
 
 
 def test_every_detail_has_a_mutation():
