@@ -650,7 +650,7 @@ def test_seeds_without_a_step_in_common_make_no_curve(tmp_path, capsys):
     )
     data = pd.read_csv(tmp_path / "data" / "a.csv")
     assert set(data[data.metric == report.EVAL].script) == {"toy"} and data.step.max() == 40
-    assert "| apart |  | 2 | 40 |  |  | 150.0 [100.0, 200.0] |" in (tmp_path / "a.md").read_text()
+    assert "| apart |  | 2 | 20 to 40 |  |  | 150.0 [100.0, 200.0] |" in (tmp_path / "a.md").read_text()
     svg = (tmp_path / "a.svg").read_text()
     assert "apart (2 seeds)" not in svg and "apart (4 runs)" in svg
     with pytest.raises(UsageError, match="there is no curve to draw"):
