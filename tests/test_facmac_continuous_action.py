@@ -26,11 +26,13 @@ def test_copied_parts_are_those_of_the_parent_and_of_maddpg():
     parts = {
         facmac: ["Mixer", "Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "main"]
     }
-    parts[facmac] += ["update", "soft_update"]
+    parts[facmac] += ["soft_update"]
     parts[maddpg_continuous_action] = ["Batch", "make_envs", "Agent", "make_policy", "collect"]
     for script, names in parts.items():
         for name in names:
             assert code(getattr(facmac_continuous_action, name)) == code(getattr(script, name)), name
+    without_logits = code(facmac.update).replace("batch, args.reg)", "batch)")
+    assert code(facmac_continuous_action.update) == without_logits != code(facmac.update)
     buffer = (
         code(maddpg_continuous_action.Buffer)
         .replace("on, action = (", "on = (")
