@@ -1,5 +1,6 @@
 """Fixtures that tests of many scripts share, and the list of what was skipped."""
 
+import gc
 import re
 import sys
 from collections import Counter
@@ -16,6 +17,14 @@ import toys
 def same_weights_each_time():
     """Networks and samples drawn in a test are those of its last run: what passed once does not fail by chance."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def imports_stay_frozen():
+    """Out of the garbage collector, where each run puts them: to search them takes longer than a small run trains."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 @pytest.fixture
