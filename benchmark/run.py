@@ -109,13 +109,29 @@ def spelled_alike(words: list[str]) -> list[str]:
     return alike
 
 
+def in_one_order(words: list[str]) -> list[str]:
+    """Flags and their values by the names of the flags, so that another order makes no other trial.
+
+    Where a flag is given twice, or with and without no-, the last one still counts.
+    """
+    flags: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not flags:
+            flags.append([word])
+        else:
+            flags[-1].append(word)
+    flags.sort(key=lambda flag: flag[0].removeprefix("--").removeprefix("no-"))
+    return [word for flag in flags for word in flag]
+
+
 class Trial:
     """One command line, its log, its run folder and its entry in the manifest."""
 
     def __init__(self, command: str, env_id: str, seed: int, flags: list[str], runs_dir: Path):
         self.about = {"command": command, "env_id": env_id, "seed": seed, "flags": flags}
-        self.words = [*shlex.split(command), "--env-id", env_id, "--seed", str(seed), *flags]
-        self.key = shlex.join(spelled_alike(self.words))
+        first = [*shlex.split(command), "--env-id", env_id, "--seed", str(seed)]
+        self.words = [*first, *flags]
+        self.key = shlex.join([*spelled_alike(first), *in_one_order(spelled_alike(flags))])
         self.command, self.runs_dir = command, runs_dir
         digest = hashlib.sha256(self.key.encode()).hexdigest()[:8]  # flags differ, names do not
         self.log = runs_dir / "logs" / f"{env_id.replace('/', '-')}__{seed}__{digest}.txt"

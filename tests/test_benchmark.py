@@ -123,6 +123,17 @@ def test_a_trial_is_the_same_however_its_flags_are_spelled(toy):
         assert again.returncode == 0 and again.stdout.count("finished before, skipped") == 2, again.stdout
 
 
+def test_a_trial_is_the_same_in_whatever_order_its_flags_are(toy):
+    assert run_cli(toy, "--size", "3", "4", "--anneal", "--lr", "-1e-3").returncode == 0
+    again = run_cli(toy, "--anneal", "--lr=-1e-3", "--size", "3", "4")
+    assert again.returncode == 0 and again.stdout.count("finished before, skipped") == 2, again.stdout
+    others = ["--size", "4", "3", "--anneal"], ["--size", "3", "--size", "4"], ["--size", "4", "--size", "3"]
+    others += ["--anneal", "--no-anneal"], ["--no-anneal", "--anneal"]  # the last one counts
+    for flags in others:
+        other = run_cli(toy, *flags)
+        assert other.returncode == 0 and "skipped" not in other.stdout, other.stdout
+
+
 @pytest.mark.parametrize("left", ["", '{"python toy.py', "[]", '{"a": 3}'])
 def test_a_manifest_that_a_crash_left_damaged_is_one_line(left, toy):
     assert run_cli(toy).returncode == 0
