@@ -32,8 +32,8 @@ for task in 3m 2s3z; do
         $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --workers "$WORKERS" \
             --env-ids "smax/$task" --runs-dir "runs/$3_$task" -- "${common[@]}" "${@:4}"
     }
-    plot() {  # folder of the runs, name of the figure, what its caption says besides
-        $PYTHON benchmark/report.py "runs/$1_$task" --tag rollout/battle_won --out "docs/results/$2_$task" \
+    plot() {  # folder of the runs, name of the figure, what its caption says besides, what is drawn
+        $PYTHON benchmark/report.py "runs/$1_$task" --tag "${4:-rollout/battle_won}" --out "docs/results/$2_$task" \
             --command benchmark/coppo.sh --note "the settings of the paper's appendix C.2 with Adam, $epochs epochs$3"
     }
     coppo=(--num-steps 100 --update-epochs $epochs --optimizer adam)
@@ -46,6 +46,10 @@ for task in 3m 2s3z; do
         run coppo_lstm 3 coppo_clip "${coppo[@]}" $flags
     done
     plot coppo_clip coppo_lstm_clip ""
+    for mix in sum network; do  # figure 4, the lower row
+        run coppo_matrix 3 coppo_mix --update-epochs $epochs "${clipped[@]}" --critic-learning-rate 5e-4 --activation relu --mix $mix
+    done
+    plot coppo_mix coppo_matrix_mix ", without memory" rollout/ep_reward
     if [ $task = 3m ]; then  # where ten steps a rollout are too few
         for flags in "" "--inner-clip-coef inf"; do
             run coppo_lstm 3 coppo_minibatches "${coppo[@]}" --num-minibatches 4 $flags

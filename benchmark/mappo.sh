@@ -39,7 +39,9 @@ for map in 3s5z 5m_vs_6m; do
     run ippo 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 done
 for script in mappo coppo; do
-    run $script 2 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
+    seeds=2
+    if [ $script = mappo ]; then seeds=3; fi
+    run $script $seeds smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
     for map in 3s5z 5m_vs_6m; do
         run $script 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
     done
