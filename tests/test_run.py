@@ -1165,6 +1165,22 @@ def test_every_value_that_is_not_finite_is_named(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- trackers
 
 
+def test_a_run_keeps_what_was_imported_from_the_garbage_collector_until_it_ends(tmp_path):
+    """In a process of its own: in those of the tests it stays frozen, see conftest.py."""
+    code = """if True:
+        import gc, sys
+        from cleanmarl import ppo
+        from cleanmarl.run import Run
+
+        log, frozen = Run.log, [gc.get_freeze_count()]
+        Run.log = lambda run, *metrics: (frozen.append(gc.get_freeze_count()), log(run, *metrics))
+        ppo.main(ppo.Args(total_timesteps=128, num_steps=16, eval_episodes=0, runs_dir=sys.argv[1]))
+        before, *during, after = *frozen, gc.get_freeze_count()
+        assert min(during) > before + 10_000 and after <= before, (before, during, after)
+    """
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=120)
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_launch_keeps_freed_memory():
     """Under `launch`, tensors of 64 MB mostly use the same pages again; without it, each is faulted in anew."""
