@@ -76,7 +76,7 @@ forage_with_critics() {  # script, number of seeds, steps, flags
     $PYTHON benchmark/run.py --command "python cleanmarl/$1.py" --num-seeds "$2" --env-ids lbf/Foraging-8x8-2p-2f-coop-v3 \
         --runs-dir runs/masac_foraging -- --total-timesteps "$3" "${@:4}"
 }
-forage_with_critics masac 3 1000000 --gamma 0.99 --normalize-reward --batch-size 32
+forage_with_critics masac 3 2000000 --gamma 0.99 --normalize-reward --batch-size 32
 forage_with_critics facmac 3 1000000 --gamma 0.99 --normalize-reward --reg 0.01 --batch-size 32 --actor-hidden-dim 128 \
     --learning-rate-actor 5e-4 --learning-rate-critic 5e-4 --polyak 0.01
 forage_with_critics dop 3 2000000
