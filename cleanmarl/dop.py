@@ -286,11 +286,12 @@ def lambda_return(batch: Batch, taken, following, trace, gamma: float, lambda_: 
     taken, following, trace (B, T, 1): the value of the joint action of a step, that of what comes after it, and how
     much of the surprise at a step counts for those before it.
     """
-    target = batch.reward + gamma * batch.goes_on * following
-    for t in reversed(range(target.shape[1] - 1)):
-        surprise = batch.weight[:, t + 1] * trace[:, t + 1] * (target[:, t + 1] - taken[:, t + 1])
-        target[:, t] += gamma * lambda_ * surprise
-    return target
+    surprise = batch.reward + gamma * batch.goes_on * following - taken
+    decay = gamma * lambda_ * batch.weight * trace
+    steps, decay = surprise.unbind(1), decay.unbind(1)  # views, which are quick to find
+    for t in reversed(range(len(steps) - 1)):
+        steps[t].addcmul_(decay[t + 1], steps[t + 1])  # +=
+    return taken + surprise
 
 
 @torch.no_grad()

@@ -331,9 +331,10 @@ def td_targets(q: torch.Tensor, target_agent: Agent, batch: Batch, args: Args) -
     best = chooser.masked_fill(~batch.action_mask, -torch.inf).argmax(-1, keepdim=True)
     following = target_agent.mix(target_q.gather(-1, best).squeeze(-1), batch.alive, batch.state)[:, 1:]  # (B, T, 1)
     target = batch.reward + args.gamma * batch.goes_on * following
-    for t in reversed(range(target.shape[1] - 1)):  # detail vdn-4: Peng's Q(lambda)
-        later = batch.weight[:, t + 1] * (target[:, t + 1] - following[:, t])
-        target[:, t] += args.gamma * args.td_lambda * later
+    decay = args.gamma * args.td_lambda * batch.weight[:, 1:]  # detail vdn-4: Peng's Q(lambda)
+    steps, following, decay = (x.unbind(1) for x in (target, following, decay))  # views, which are quick to find
+    for t in reversed(range(len(decay))):
+        steps[t].addcmul_(decay[t], steps[t + 1] - following[t])  # +=
     return target
 
 
