@@ -181,13 +181,14 @@ def time_to_score(out: Path) -> None:
         budget = f"{x.all_steps.max():,} steps, {x.all_cpu_seconds.median():,.0f} CPU-seconds"
         cells.append([task, f"{x.score.iloc[0]:g}", by, times, steps, f"{len(reached)} of {len(x)}", budget])
     head = ["task", "score", "script", "CPU-seconds until then", "steps", "runs that reached it", "budget"]
-    machines = "; ".join(runs.machine.str.replace(r", load [\d.]+", "", regex=True).unique())
+    machines = runs.groupby(runs.machine.str.replace(r", load [\d.]+", "", regex=True), sort=False).task.unique()
+    machines = "; ".join(f"{machine}: {', '.join(of_it)}" for machine, of_it in machines.items())
     caption = (
         "Return of the last 100 episodes of training over the CPU time of the process, with imports and compilation, "
         "one thread each, a line for each seed; dashed: the score of the table, which has the medians of the runs that "
         "reached it, and their range. Each script has the settings that its authors give, but on LunarLander both have "
         "those of RL Baselines3 Zoo, and on smax/3m ours those of JaxMARL, whose networks are recurrent as "
-        f"mappo_lstm's. {machines}; CartPole and simple_spread on an older CPU of that name. Command: "
+        f"mappo_lstm's. {machines}. Command: "
         "`python benchmark/time_to_score.py --peers FOLDER`.\n"
     )
     write_page(out, caption, markdown(pd.DataFrame(cells, columns=head), 3))
