@@ -34,14 +34,12 @@ run ippo 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]
 for script in mappo coppo; do # states hold coordinates up to 32
     run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 done
-run ippo 2 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
+run ippo 3 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 for map in 3s5z 5m_vs_6m; do
     run ippo 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 done
 for script in mappo coppo; do
-    seeds=2
-    if [ $script = mappo ]; then seeds=3; fi
-    run $script $seeds smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
+    run $script 3 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
     for map in 3s5z 5m_vs_6m; do
         run $script 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
     done
