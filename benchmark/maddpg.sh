@@ -27,6 +27,11 @@ for script in maddpg maddpg_multienvs maddpg_lstm maddpg_lstm_multienvs; do
     run $script 3 mpe/simple_spread_v3 runs/maddpg_simple_spread --total-timesteps 400000
 done
 run maddpg_continuous_action 3 "mpe/simple_spread_v3?continuous_actions=True" runs/maddpg_simple_spread --total-timesteps 400000
+for flags in "maddpg 6e-4" "maddpg_lstm 3e-4"; do  # each with the learning rates of the other
+    read -r script rate <<<"$flags"
+    run $script 3 mpe/simple_spread_v3 runs/maddpg_rates --total-timesteps 400000 --learning-rate-actor $rate --learning-rate-critic $rate
+done
+plot maddpg_rates --note "\`maddpg\` with the learning rates of \`maddpg_lstm\`, and the other way round"
 plot maddpg_simple_spread --note "the defaults of each script"
 
 # SMAClite, if it is there (docs/environments.md): some hundred steps a second
