@@ -288,7 +288,7 @@ def lambda_return(batch: Batch, taken, following, trace, gamma: float, lambda_: 
     """
     surprise = batch.reward + gamma * batch.goes_on * following - taken
     decay = gamma * lambda_ * batch.weight * trace
-    steps, decay = surprise.unbind(1), decay.unbind(1)  # views, which are quick to find
+    steps, decay = surprise.unbind(1), decay.unbind(1)  # a view for each step, made once
     for t in reversed(range(len(steps) - 1)):
         steps[t].addcmul_(decay[t + 1], steps[t + 1])  # +=
     return taken + surprise

@@ -305,7 +305,7 @@ def td_targets(q: torch.Tensor, target_agent: Agent, batch: Batch, args: Args) -
     following = target_agent.mix(target_q.gather(-1, best).squeeze(-1), batch.alive)[:, 1:]  # (B, T, 1)
     target = batch.reward + args.gamma * batch.goes_on * following
     decay = args.gamma * args.td_lambda * batch.weight[:, 1:]  # detail vdn-4: Peng's Q(lambda)
-    steps, following, decay = (x.unbind(1) for x in (target, following, decay))  # views, which are quick to find
+    steps, following, decay = (x.unbind(1) for x in (target, following, decay))  # a view for each step, made once
     for t in reversed(range(len(decay))):
         steps[t].addcmul_(decay[t], steps[t + 1] - following[t])  # +=
     return target
