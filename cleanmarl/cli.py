@@ -209,8 +209,10 @@ def interval(hint: Any) -> tuple[float, str, float, str]:
 
 
 def range_text(hint: Any) -> str:
-    """in [0, 1], at least 0, greater than 0, or finite: what a number of this type hint must be."""
+    """in [0, 1], at least 0, greater than 0, less than 1, or finite: what a number of this type hint must be."""
     low, left, high, right = interval(hint)
+    if math.isinf(low) and high < math.inf and right == ")":
+        return f"less than {high}"
     if high < math.inf or right == "]":
         return f"in {left}{low}, {high}{right}"
     if math.isinf(low):

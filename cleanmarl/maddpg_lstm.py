@@ -107,8 +107,8 @@ class Agent(nn.Module):
     def logits(self, obs: torch.Tensor, action_mask: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         """Logits (B, T, A, K) of episodes from their first step on, illegal ones far below.
 
-        obs (B, T, A, D), action_mask (B, T, A, K), alive (B, T, A): the memory of the dead is empty. No gradient goes
-        from one chunk of tbptt steps to the one before.
+        obs (B, T, A, D), action_mask (B, T, A, K), alive (B, T, A): an agent that comes back from death remembers
+        nothing. No gradient goes from one chunk of tbptt steps to the one before.
         """
         B, T, A, _ = obs.shape
         memory, outputs = obs.new_zeros(B, A, self.actor.memory_size), []

@@ -56,7 +56,7 @@ class Args(RunArgs):
     """a critic for each agent's own reward, or one for the mean reward; by default one if the reward is the team's"""
     gamma: UnitFloat = 0.95
     """discount factor"""
-    target_entropy: UnitFloat = 0.2
+    target_entropy: Annotated[float, Interval(ge=0, lt=1)] = 0.2
     """entropy that the temperature aims at, as a share of that of uniform legal actions"""
     buffer_size: PositiveInt = 5000
     """episodes in the replay buffer"""

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from annotated_types import Interval
+from annotated_types import Interval, Lt
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Args(RunArgs):
     """a critic for each agent's own reward, or one for the mean reward; by default one if the reward is the team's"""
     gamma: UnitFloat = 0.95
     """discount factor"""
-    target_entropy: float = -1.0
-    """entropy that the temperature aims at, for each component of an action that reaches from -1 to 1"""
+    target_entropy: Annotated[float, Lt(0.69)] = -1.0
+    """entropy that the temperature aims at, for each component of an action from -1 to 1 (if uniform: log 2)"""
     buffer_size: PositiveInt = 5000
     """episodes in the replay buffer"""
     batch_size: PositiveInt = 10

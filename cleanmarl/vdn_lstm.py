@@ -111,12 +111,14 @@ class Agent(nn.Module):
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))  # here, so that checkpoints have it
 
     def values(self, batch: "Batch") -> torch.Tensor:
-        """Values (B, T + 1, A, K) of all actions, legal or not; what the dead have seen and done is forgotten."""
+        """Values (B, T + 1, A, K) of all actions, legal or not; who comes back from death remembers nothing."""
         B, A = len(batch.obs), batch.obs.shape[2]
         one_hot = F.one_hot(batch.action, self.num_actions) * batch.alive[:, :-1, :, None]
         last_action = F.pad(one_hot, (0, 0, 0, 0, 1, 0))  # (B, T + 1, A, K): none before the first step
         x = torch.cat([batch.obs, last_action], dim=-1)  # detail recurrent-3: they see what they did last
-        memory, forget = x.new_zeros(B, A, self.q_network.memory_size), ~batch.alive.swapaxes(0, 1).flatten(0, 1)
+        memory, alive = x.new_zeros(B, A, self.q_network.memory_size), batch.alive
+        comes_back = (alive[:, 1:] > alive[:, :-1]).any()  # if nobody does, torch's own, faster LSTM is enough
+        forget = ~alive.swapaxes(0, 1).flatten(0, 1) if comes_back else None
         q, _ = self.q_network(x.swapaxes(0, 1).flatten(0, 1), memory, forget, last=True)  # ((T + 1) * B, A, K)
         return q.unflatten(0, (-1, B)).swapaxes(0, 1)
 

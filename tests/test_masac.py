@@ -302,7 +302,7 @@ def test_runs_resume_and_same_seed_same_losses(env_id, num_envs, toy, tmp_path):
     "flags, text",
     [
         ("--env-id mpe/simple_spread_v3?continuous_actions=True", "try a ..._continuous_action.py"),
-        ("--target-entropy 1.1", "--target-entropy must be in [0, 1], not 1.1"),
+        ("--target-entropy 1", "--target-entropy must be in [0, 1), not 1.0"),
         ("--batch-size 20 --buffer-size 10", "--batch-size 20 episodes do not fit into --buffer-size 10"),
     ],
 )

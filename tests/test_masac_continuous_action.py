@@ -231,7 +231,8 @@ def test_runs_resume_and_same_seed_same_losses(env_id, toy, tmp_path):
     "flags, text",
     [
         ("--env-id mpe/simple_spread_v3", "try the script without _continuous_action"),
-        ("--target-entropy nan", "--target-entropy must be finite"),
+        ("--target-entropy nan", "--target-entropy must be less than 0.69, not nan"),
+        ("--target-entropy 1", "--target-entropy must be less than 0.69, not 1.0"),
     ],
 )
 def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from cleanmarl import vdn_lstm
+from cleanmarl import qmix_lstm, vdn_lstm
 from cleanmarl.layers import as_numpy
 
 import numpy as np
@@ -56,8 +56,10 @@ def test_memories_are_those_of_the_living_and_of_the_episodes_under_way():
     assert_memories_are_those_of_the_living(vdn_lstm)
 
 
-def test_who_comes_back_remembers_nothing():
-    agent = vdn_lstm.Agent(world(1), vdn_lstm.Args())
+@pytest.mark.parametrize("script", [vdn_lstm, qmix_lstm])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_who_comes_back_remembers_nothing(script, cell):
+    agent = script.Agent(world(1), script.Args(cell=cell))
     obs, alive = torch.randn(1, 6, 3, 3), torch.ones(1, 6, 3, dtype=torch.bool)
     action = torch.randint(4, (1, 5, 3))
 
