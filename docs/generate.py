@@ -277,14 +277,14 @@ def flags(path: Path, name: str = "Args") -> list[tuple[str, str, str]]:
     """(flag, default, help) of every field of a class of arguments, as they stand in its source."""
     source = path.read_text()
     body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name).body
-    rows = []
+    lines, rows = source.splitlines(), []
     for field, doc in zip(body, [*body[1:], None]):
         if not isinstance(field, ast.AnnAssign):
             continue
         name, kind = field.target.id.replace("_", "-"), ast.unparse(field.annotation)
-        default = ast.get_source_segment(source, field.value)
-        if isinstance(field.value, ast.Tuple):  # one value for each agent, all agents alike
-            default = " ".join(ast.get_source_segment(source, x) for x in field.value.elts)
+        # Of one line each. `ast.get_source_segment` would split the whole source once more for every one of them.
+        values = field.value.elts if isinstance(field.value, ast.Tuple) else [field.value]  # of each agent, all alike
+        default = " ".join(lines[value.lineno - 1][value.col_offset : value.end_col_offset] for value in values)
         flag = f"`--{name}`, `--no-{name}`" if kind == "bool" else f"`--{name}`"
         is_doc = isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
         text = " ".join(doc.value.value.split()) if is_doc else ""
