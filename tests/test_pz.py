@@ -724,6 +724,15 @@ def test_results_stay_as_they_were():
 
 
 @LINUX
+def test_workers_do_without_torch():
+    """It would take each of them two seconds and 200 MB."""
+    envs = make("pz/mpe2/simple_spread_v3", 2, num_workers=2)
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in [os.getpid(), *pids(envs)]]
+    assert ["libtorch" in text for text in maps] == [True, False, False]
+    envs.close()
+
+
+@LINUX
 def test_close_leaves_nothing():
     envs = make("pz/mpe2/simple_spread_v3", 3, num_workers=2)
     envs.reset(seed=1)

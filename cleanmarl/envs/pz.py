@@ -56,7 +56,6 @@ from cleanmarl.envs import (
     unknown_name,
 )
 from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
-from cleanmarl.finite import NonFiniteError, is_finite
 from cleanmarl.machine import WORKER_BYTES, too_large
 
 import cloudpickle
@@ -682,6 +681,8 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
             action = np.where(alive, action, 0)
             wrong = ~((action[..., None] == np.arange(legal.shape[-1])) & legal).any(-1)
         if wrong.any():
+            from cleanmarl.finite import NonFiniteError, is_finite  # it imports torch, which workers do without
+
             n, a = np.argwhere(wrong)[0]
             if not is_finite(obs := self.arrays["obs"][n, a]):  # the next check of a rollout would come too late
                 what = f"the observation of agent {a} is {obs[~np.isfinite(obs)][0]} in environment {n}"
