@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 import re
 import shutil
@@ -65,8 +66,9 @@ def links(page: Path) -> set[str]:
     return {target for target in targets if target and "://" not in target}
 
 
-def has_anchor(page: Path, anchor: str) -> bool:
-    return re.search(rf'\b(id|name)="{re.escape(anchor)}"', page.read_text()) is not None
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    return set(re.findall(r'\b(?:id|name)="([^"]*)"', page.read_text()))
 
 
 def test_benchmarks_has_every_published_result(site):
@@ -121,7 +123,7 @@ def test_every_link_of_the_site_leads_somewhere(site):
             file, _, anchor = target.partition("#")
             goal = (page.parent / file).resolve() if file else page
             assert goal.exists(), f"{page.relative_to(site)} links to {target}"
-            assert not anchor or has_anchor(goal, anchor), f"{page.relative_to(site)} links to {target}"
+            assert not anchor or anchor in anchors(goal), f"{page.relative_to(site)} links to {target}"
             lines += "/source/" in target
     assert lines > 20
 
@@ -139,6 +141,16 @@ def test_pages_need_no_network(site):
     assert equations > 500
 
 
+@pytest.fixture(scope="module")
+def tagged() -> set[str]:
+    return {tag.detail for path in generate.scripts() for tag in generate.script_tags(path)}
+
+
+@pytest.fixture(scope="module")
+def proved() -> set[str]:
+    return {tag.detail for tag in generate.test_tags()}
+
+
 def test_links_to_tags_lead_to_the_tagged_lines():
     for path in generate.scripts():
         source = path.read_text().splitlines()
@@ -146,10 +158,10 @@ def test_links_to_tags_lead_to_the_tagged_lines():
             assert f"detail {tag.detail}" in source[tag.line - 1]
 
 
-def test_ppo_has_the_core_details_and_they_are_proved():
+def test_ppo_has_the_core_details_and_they_are_proved(proved):
     core = {f"core-{n}" for n in range(1, 14)}
     assert core <= {tag.detail for tag in generate.script_tags(ROOT / "cleanmarl" / "ppo.py")}
-    assert core <= {tag.detail for tag in generate.test_tags()}
+    assert core <= proved
 
 
 def test_details_are_numbered_within_their_families():
@@ -163,9 +175,7 @@ def test_details_are_numbered_within_their_families():
 
 
 @pytest.mark.parametrize("family", generate.FAMILIES)
-def test_every_detail_has_a_line_and_a_test_that_proves_it(family):
-    tagged = {tag.detail for path in generate.scripts() for tag in generate.script_tags(path)}
-    proved = {tag.detail for tag in generate.test_tags()}
+def test_every_detail_has_a_line_and_a_test_that_proves_it(family, tagged, proved):
     details = {detail for detail in generate.DETAILS if detail.rpartition("-")[0] == family}
     assert details <= tagged, f"no script has {sorted(details - tagged)}"
     assert details <= proved, f"no test proves {sorted(details - proved)}"
@@ -255,7 +265,7 @@ def test_links_between_files_lead_somewhere(site, name):
         assert (ROOT / file).exists(), f"{name} links to {target}"
         if anchor:
             page = site / Path(file).relative_to("docs").with_suffix(".html")
-            assert has_anchor(page, anchor), f"{name} links to {target}"
+            assert anchor in anchors(page), f"{name} links to {target}"
 
 
 def table_rows(page: Path) -> list[list[str]]:
