@@ -684,7 +684,8 @@ def main(args: Args) -> None:
     data = read_runs(args.runs, [args.tag, RETURN, NUM_EPISODES, EVAL, BATTLES], args.unfinished)
     drawn = data[data.metric == args.tag]
     if drawn.empty:
-        folder = next(file.parent for path in args.runs for file in path.rglob("args.json"))
+        walks = [walk for path in args.runs for walk in os.walk(path, followlinks=True)]
+        folder = Path(min(place for place, _, files in walks if any(name.startswith("events") for name in files)))
         known = EventAccumulator(str(folder)).Reload().Tags()["scalars"]
         raise UsageError(f"no run has {args.tag}; {folder.name} has {', '.join(sorted(known))}")
     folder = args.out.parent / "data"

@@ -59,8 +59,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not path.exists():
         has = f"it has {', '.join(file.name for file in there)}" if there else "the run ended before it saved one"
         raise UsageError(f"{folder} has no {path.name}: {has}")
-    others = ", ".join(file.name for file in there if not file.samefile(path))  # one may be a second name of this
-    has = f"; {folder} has {others} too" if others else ""
+    others = []
+    for other in there:
+        with suppress(FileNotFoundError):  # a run that is going on has dropped it by now
+            others += [] if other.samefile(path) else [other.name]  # one may be a second name of this
+    has = f"; {folder} has {', '.join(others)} too" if others else ""
     try:
         with path.open("rb") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:

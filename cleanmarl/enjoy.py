@@ -30,7 +30,7 @@ from cleanmarl.cli import (
     tell,
 )
 from cleanmarl.envs import EnvError, WorkerError
-from cleanmarl.evaluate import Window, evaluate, pictures_per_second, save_video
+from cleanmarl.evaluate import Film, Window, evaluate, pictures_per_second, save_video
 
 import cloudpickle
 import numpy as np
@@ -173,7 +173,7 @@ def main(args: Args) -> dict[str, float]:
     if args.video:
         import_optional("moviepy", "--video")
         check_place(args.video)
-    frames: Any = Window(str(args.run_dir)) if args.render else [] if args.video else None
+    frames: Any = Window(str(args.run_dir)) if args.render else Film() if args.video else None
     options = {} if frames is None else {"render_mode": "rgb_array"}
     policy = Policy(args.run_dir, 1, args.greedy, args.checkpoint, **options)
     fps = args.fps or pictures_per_second(policy.envs)

@@ -2,6 +2,7 @@
 
 import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,11 @@ def evaluate(
     `policy(obs, info, done)` returns the actions of all environments; done (N,) marks those at the start of an episode,
     where a recurrent policy forgets. Every environment plays its share of the episodes, so that short ones do not count
     more often. With several agents ep_reward is the team's sum, ep_reward_agent_i the return of agent i. Training's
-    random numbers are left alone. `frames`, a list or a Window, receives the pictures (H, W, 3) of environment 0, and
-    at the end of an episode half a second of the last one with the return; `report` is told at each step how many
-    episodes have been played. Raises FilmError if there are no pictures, and NonFiniteError.
+    random numbers are left alone. `frames`, a list, a Film or a Window, receives the pictures (H, W, 3) of environment
+    0, and at the end of an episode half a second of the last one with the return; `report` is told at each step how
+    many episodes have been played. Raises FilmError if there are no pictures, and NonFiniteError.
     """
+    check(num_episodes > 0, f"an evaluation plays 1 episode or more, not {num_episodes}")
     num_envs = envs.num_envs
     share = np.full(num_envs, num_episodes // num_envs)
     share[: num_episodes % num_envs] += 1
@@ -106,8 +108,22 @@ def caption(frame: np.ndarray, words: str) -> np.ndarray:
     return draw.finished(pale)
 
 
+class Film(list):
+    """A list of pictures (H, W, 3) uint8 that keeps them compressed: a minute of raw ones may take gigabytes."""
+
+    def append(self, frame: np.ndarray) -> None:
+        super().append((frame.shape, zlib.compress(frame.tobytes(), 1)))
+
+    def __getitem__(self, i):
+        shape, data = super().__getitem__(i)
+        return np.frombuffer(zlib.decompress(data), np.uint8).reshape(shape)
+
+    def __iter__(self):
+        return map(self.__getitem__, range(len(self)))
+
+
 def save_video(frames: list[np.ndarray], path: Path, fps: int) -> None:
-    """Write frames (H, W, 3) uint8 as an .mp4 or .gif.
+    """Write frames (H, W, 3) uint8, a list or a Film, as an .mp4 or .gif.
 
     UsageError if the package that does it is missing, FilmError if it fails.
     """

@@ -362,7 +362,10 @@ def update(agent: Agent, networks: Networks, optimizer: torch.optim.Optimizer, b
 
 
 def adapt_learning_rate(optimizer: torch.optim.Optimizer, kl: torch.Tensor, learning: np.ndarray, args: Args) -> None:
-    """The kl-adaptive schedule: policies that are learning slow down 1.5 times if they move too far, or speed up."""
+    """The kl-adaptive schedule: policies that are learning slow down 1.5 times if they move too far, or speed up.
+
+    Within 1e-6 to 1e-2, as in skrl.
+    """
     schedules = np.broadcast_to(args.lr_schedule, len(optimizer.param_groups))
     for m in np.flatnonzero((schedules == "kl-adaptive") & learning):
         group = optimizer.param_groups[m]
@@ -386,8 +389,9 @@ def check_per_agent(args: Args, num_agents: int) -> None:
 def main(args: Args) -> Path:
     """Train as `args` says; returns the run folder."""
     steps_per_update = args.num_envs * args.num_steps
-    message = f"{steps_per_update} steps of a rollout are not divisible by --num-minibatches {args.num_minibatches}"
-    check(steps_per_update % args.num_minibatches == 0, message)
+    message = f"{steps_per_update} steps of a rollout must be a multiple (2+)"
+    message += f" of --num-minibatches {args.num_minibatches}"
+    check(steps_per_update % args.num_minibatches == 0 and steps_per_update > args.num_minibatches, message)
     message = f"--total-timesteps {args.total_timesteps} is less than one rollout of {steps_per_update} steps"
     check(args.total_timesteps >= steps_per_update, message)
     played = args.total_timesteps // steps_per_update * steps_per_update  # whole rollouts, of which the last must count

@@ -17,6 +17,7 @@ Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The impleme
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -244,7 +245,7 @@ def collect(agent: Agent, past: Agent, envs: Games, seen: tuple, rollout: Rollou
     """
     device = next(agent.parameters()).device
     obs, info = seen
-    num_past = round(args.past_share * args.num_envs)  # the first environments are those with a past self
+    num_past = math.ceil(args.past_share * args.num_envs)  # the first environments are those with a past self
     noise = gumbel_noise(*rollout.action.shape, agent.num_actions)
     logits = np.empty_like(noise)  # (T, N, K)
     for t in range(args.num_steps):  # detail core-1: as many steps as ever, whichever games end

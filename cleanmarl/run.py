@@ -59,7 +59,7 @@ from cleanmarl.cli import (
     tell,
 )
 from cleanmarl.envs import EnvError, MultiAgentVectorEnv, WorkerError, check_memory
-from cleanmarl.evaluate import FilmError, evaluate, pictures_per_second, save_video
+from cleanmarl.evaluate import Film, FilmError, evaluate, pictures_per_second, save_video
 from cleanmarl.finite import NonFiniteError, find_bad, find_bad_episode, is_finite
 from cleanmarl.folder import (
     EventFile,
@@ -489,7 +489,7 @@ class Run:
             self.best, self.is_best = mean, True
 
     def _film(self, make_envs: Callable, policy: Callable) -> None:
-        frames: list[np.ndarray] = []
+        frames = Film()
         self.last_film, path = self.step, self.folder / "videos" / f"step-{self.step}.mp4"
         try:
             with closing(make_envs(self.args, 1, render_mode="rgb_array")) as envs:

@@ -11,7 +11,7 @@ from pathlib import Path
 import cleanmarl
 from cleanmarl import enjoy, ippo, ippo_per_agent, ppo, ppo_atari_envpool
 from cleanmarl.envs import EnvError, lbf
-from cleanmarl.evaluate import FilmError, Window, evaluate
+from cleanmarl.evaluate import Film, FilmError, Window, evaluate
 from cleanmarl.run import EVAL_SEED, UsageError, load_checkpoint, write_checkpoint
 
 import gymnasium as gym
@@ -455,3 +455,31 @@ def test_film_without_moviepy(ppo_run, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="needs the package moviepy: pip install moviepy"):
         enjoy.main(enjoy.Args(ppo_run, episodes=1, video=tmp_path / "film.gif"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_film_is_a_list_of_pictures_that_takes_little_memory():
+    rng = np.random.default_rng(0)
+    pictures = [np.kron(rng.integers(256, size=(4, 6, 3), dtype=np.uint8), np.ones((100, 100, 1), np.uint8))]
+    pictures += [np.ascontiguousarray(pictures[0][::-1])]
+    film = Film()
+    for picture in pictures:
+        film.append(picture[:, ::-1])  # a view
+    assert len(film) == 2 and all(np.array_equal(x, y[:, ::-1]) for x, y in zip(film, pictures, strict=True))
+    assert np.array_equal(film[-1], pictures[1][:, ::-1])
+    assert sum(len(data) for _, data in list.__iter__(film)) < sum(picture.nbytes for picture in pictures) / 20
+
+
+def test_an_evaluation_of_no_episode_is_refused():
+    with pytest.raises(UsageError, match="1 episode or more, not 0"):
+        evaluate(None, None, 0)
+
+
+def test_a_checkpoint_that_is_dropped_meanwhile_is_no_matter(tmp_path):
+    """A name without a file is what a run leaves that drops an older checkpoint just now."""
+    args = ppo.Args(total_timesteps=64, num_envs=2, num_steps=32, eval_episodes=0, runs_dir=str(tmp_path))
+    folder = ppo.main(args)
+    (folder / "checkpoint-5.pt").symlink_to("nowhere.pt")
+    assert load_checkpoint(folder)["step"] == 64
+    (folder / "checkpoint.pt").write_bytes(b"cut off")
+    with pytest.raises(UsageError, match=r"checkpoint.pt is damaged(?!.*checkpoint-5)"):
+        load_checkpoint(folder)

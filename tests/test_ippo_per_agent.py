@@ -420,7 +420,8 @@ def test_a_resumed_run_goes_on_and_can_be_played(tmp_path, capsys):
     [
         ("--gamma 0.9 0.9", "--gamma takes one value or one for each of 3 agents, not 2"),
         ("--share-parameters --clip-coef 0.1 0.2 0.3", "--clip-coef takes one value with --share-parameters, not 3"),
-        ("--num-envs 3 --num-steps 5", "15 steps of a rollout are not divisible by --num-minibatches 2"),
+        ("--num-envs 3 --num-steps 5", "15 steps of a rollout must be a multiple (2+) of --num-minibatches 2"),
+        ("--num-envs 1 --num-steps 2", "2 steps of a rollout must be a multiple (2+) of --num-minibatches 2"),
         ("--total-timesteps 2399 --learning-starts 1601", "more than the 1600 steps of the run: nothing"),
         ("--total-timesteps 2399 --random-timesteps 801", "more than the 800 steps before the last rollout: nothing"),
         ("--target-kl 0.1 -0.5 0.1", "--target-kl must be at least 0"),
