@@ -107,10 +107,17 @@ for script in mappo_lstm ippo_lstm; do
 done
 run coppo_lstm 1 mpe/simple_spread_v3 runs/mappo_lstm_spread_long --total-timesteps 5000000 --num-envs 128 --num-steps 25 \
     --gamma 0.95 --num-minibatches 4 --gae-lambda 0.95 --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4
+for script in mappo_lstm ippo_lstm; do
+    run $script 1 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener_long --total-timesteps 2000000
+done
+run coppo_lstm 1 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener_long --total-timesteps 2000000 --num-envs 128 --num-steps 25 \
+    --gamma 0.95 --num-minibatches 4 --gae-lambda 0.95 --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4
 recurrent 3 mpe/simple_reference_v3 runs/mappo_lstm_reference
 recurrent 3 mpe/simple_tag_v3 runs/mappo_lstm_tag --no-share-parameters
 recurrent 3 lbf/Foraging-8x8-2p-2f-coop-v3 runs/mappo_lstm_foraging --num-envs 32 --num-steps 50 --gamma 0.99
 plot lstm_listener \
+    --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
+plot lstm_listener_long \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
 plot lstm_spread_long \
     --note "the defaults; CoPPO with the rollouts, minibatches and optimizer of MAPPO"
