@@ -508,8 +508,10 @@ def test_a_folder_that_is_a_link_counts_once_and_a_cut_off_file_is_told(tmp_path
 
 def test_a_tag_that_no_run_has_is_told_with_those_that_there_are(tmp_path):
     write_run(tmp_path / "a", {report.RETURN: [(1, 2.0)], "train/entropy": [(1, 1.0)], "time/SPS": [(1, 9.0)]})
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "args.json").write_text("{}")  # somebody else's
     with pytest.raises(UsageError) as refused:
-        report.main(report.Args([tmp_path / "a"], out=tmp_path / "out", tag="train/entropi"))
+        report.main(report.Args([tmp_path], out=tmp_path / "out", tag="train/entropi"))
     assert str(refused.value) == "no run has train/entropi; a has rollout/ep_reward, time/SPS, train/entropy"
 
 
