@@ -8,6 +8,7 @@ from pathlib import Path
 
 import cleanmarl
 from cleanmarl import ppo
+from cleanmarl.cli import UsageError
 from cleanmarl.evaluate import evaluate
 
 import optional
@@ -15,6 +16,10 @@ import pytest
 from toys import wait_for
 
 BENCHMARK = Path(__file__).parents[1] / "benchmark"
+sys.path.insert(0, str(BENCHMARK))
+
+import keep  # noqa: E402
+
 AGENTS = sorted(path.parent for path in BENCHMARK.glob("agents/*/scores.json"))
 NEEDS = {"HalfCheetah": "mujoco", "LunarLander": "Box2D", "lbf/": "lbforaging", "rware/": "rware", "ALE/": "ale_py"}
 NEEDS |= {"SpaceInvaders-v5": "envpool"}
@@ -74,19 +79,18 @@ def test_a_run_is_kept_without_its_optimizer_and_plays(tmp_path):
     other.parent.mkdir()
     for text in ("", '{"sampled": [1, 2]}', "[]"):
         other.write_text(text)
-        damaged = subprocess.run(command, capture_output=True, text=True)
-        assert damaged.returncode == 2 and damaged.stderr.startswith(f"keep: {other} is damaged (")
-        assert damaged.stderr.count("\n") == 1
+        with pytest.raises(UsageError, match=f"{other} is damaged"):
+            keep.table(out.parent)
     other.unlink()
     (tmp_path / "README.md").write_text("# My thesis\n")
     mine = subprocess.run([*command[:3], "--out", tmp_path / "mine"], capture_output=True, text=True)
     assert mine.returncode == 2 and mine.stderr.count("\n") == 1 and "no table of agents" in mine.stderr
     assert (tmp_path / "README.md").read_text() == "# My thesis\n" and not (tmp_path / "mine").exists()
-    none = subprocess.run([*command[:-1], "0"], capture_output=True, text=True)
-    assert (none.returncode, none.stderr) == (2, "keep: --episodes must be greater than 0, not 0\n")
+    with pytest.raises(UsageError, match="--episodes must be greater than 0, not 0"):
+        keep.main(keep.Args(run, out, episodes=0))
     (tmp_path / "README.md").unlink()
     full = subprocess.run([*command[:3], "--out", "/proc/agents/pole"], capture_output=True, text=True)
     assert full.returncode == 1 and full.stderr.startswith("keep: [Errno ") and full.stderr.count("\n") == 1
     for place in (tmp_path, run):
-        again = subprocess.run([*command[:3], "--out", place], capture_output=True, text=True)
-        assert again.returncode == 2 and again.stderr == f"keep: --out {place} is there, and no agent\n"
+        with pytest.raises(UsageError, match=f"--out {place} is there, and no agent"):
+            keep.main(keep.Args(run, place))

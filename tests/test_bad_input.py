@@ -95,6 +95,12 @@ def refused(tmp_path, monkeypatch, capfd):
             "max_episode_steps must be an",
         ),
         ("ippo", "--env-id rware/rware-tiny-2ag-v2?max_steps=0", "max_steps must be an integer of at least 1, not 0"),
+        (
+            "ippo",
+            "--env-id lbf/Foraging-8x8-2p-2f-coop-v3?max_episode_steps=None",
+            "max_episode_steps must be an integer of at least 1, not None",
+        ),
+        ("ippo", "--env-id smax/3m?max_steps=None", "max_steps must be an integer of at least 1, not None"),
         ("ppo", "--target-kl 0", "--target-kl must be greater than 0, not 0"),
         ("ppo", "--eval-episodes -5", "--eval-episodes must be at least 0, not -5"),
         ("ppo", "--env-id no_such_package:Game-v0", "no_such_package:Game-v0: there is no module no_such_package"),

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
+from pettingzoo.utils import BaseParallelWrapper
 
 PROC = Path("/proc")
 LINUX = pytest.mark.skipif(not PROC.exists(), reason="reads /proc")
@@ -587,6 +588,11 @@ def test_what_is_known_of_reward_and_death(cameras, toy, monkeypatch):
         (cameras, {}, (True, True)),
         (f"{cameras}?team_reward=false&may_die=false", {}, (False, False)),
         ("pz/mpe2/simple_spread_v3?may_die=True", {}, (False, True)),
+        ("pz/mpe2/simple_formation_v1", {}, (True, False)),
+        ("pz/mpe2/simple_line_v1", {}, (True, False)),
+        ("pz/mpe2/simple_tag_v3", {}, (False, False)),
+        ("pz/sisl/pursuit_v5", {}, (True, False)),
+        ("pz/sisl/pursuit_v5?shared_reward=0.5", {}, (False, False)),
     ]:
         envs = make(env_id, 1, pictures=True, num_workers=0, **options)
         assert (envs.team_reward, envs.may_die) == expected
@@ -1129,6 +1135,13 @@ class OwnState(Scouts):
         self.state = state
 
 
+class Wrapped(BaseParallelWrapper):
+    """Its state() is that of the environment inside, whatever that is."""
+
+    def __init__(self, mistakes, **state):
+        super().__init__(OwnState(mistakes, **state) if state else Scouts(mistakes))
+
+
 class TakesTurns(Scouts):
     def agent_iter(self):
         return iter(self.agents)
@@ -1199,9 +1212,17 @@ def raises(error):
     raise error
 
 
-@pytest.mark.parametrize("state", [{"hp": 3}, lambda: raises(NotImplementedError)])
-def test_without_a_state_of_its_own_it_is_the_observations(state):
-    with closing(make(OwnState, 1, num_workers=0, mistakes={}, state=state)) as envs:
+@pytest.mark.parametrize(
+    "cls, state",
+    [
+        (OwnState, {"state": {"hp": 3}}),
+        (OwnState, {"state": lambda: raises(NotImplementedError)}),
+        (Wrapped, {"state": {"hp": 3}}),  # as in PettingZoo's classic/rps_v2
+        (Wrapped, {}),
+    ],
+)
+def test_without_a_state_of_its_own_it_is_the_observations(cls, state):
+    with closing(make(cls, 1, num_workers=0, mistakes={}, **state)) as envs:
         obs, info = envs.reset(seed=1)
         np.testing.assert_array_equal(info["state"], obs.reshape(1, -1))
 
@@ -1217,8 +1238,9 @@ def test_without_a_state_of_its_own_it_is_the_observations(state):
 )
 def test_a_state_that_is_wrong_is_not_passed_over(state, line):
     """A critic of the observations would be trained, and nobody would know."""
-    with pytest.raises(EnvError, match=line):
-        make(OwnState, 1, num_workers=0, mistakes={}, state=state)
+    for cls in (OwnState, Wrapped):
+        with pytest.raises(EnvError, match=line.replace("OwnState", cls.__name__)):
+            make(cls, 1, num_workers=0, mistakes={}, state=state)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -233,8 +233,9 @@ def make(
     for key in {"num_envs", "name", "pictures"} & in_id.keys():
         raise EnvError(f"{env_id}: {key} is no option of an environment")
     for key in {"max_cycles", "max_steps", "max_episode_steps"} & options.keys():
-        value = options[key]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        value, may_be_none = options[key], family in ("pz", "rware", "smaclite")
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not is_number and not (value is None and may_be_none):
             raise EnvError(f"{env_id}: {key} must be an integer of at least 1, not {value!r}")
     if family not in FAMILIES:
         near = difflib.get_close_matches(family, FAMILIES, n=1)

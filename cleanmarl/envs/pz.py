@@ -78,11 +78,13 @@ RULES = {  # options -> (team_reward, may_die), of environments that do not say 
     "butterfly/cooperative_pong_v6": lambda options: (True, False),
     "butterfly/pistonball_v6": lambda options: (True, False),
     "sisl/multiwalker_v9": lambda options: (
-        bool(options.get("shared_reward", True)),
+        options.get("shared_reward", True) == 1,  # it may be a share, too
         not options.get("terminate_on_fall", True),
     ),
-    "sisl/pursuit_v5": lambda options: (bool(options.get("shared_reward", True)), False),
+    "sisl/pursuit_v5": lambda options: (options.get("shared_reward", True) == 1, False),
     "mpe2": lambda options: (False, False),  # all others of this package
+    "mpe2/simple_formation_v1": lambda options: (True, False),
+    "mpe2/simple_line_v1": lambda options: (True, False),
     "mpe2/simple_v3": lambda options: (True, False),
     "mpe2/simple_reference_v3": lambda options: (options.get("local_ratio", 0.5) == 0, False),
     "mpe2/simple_speaker_listener_v4": lambda options: (True, False),
@@ -265,6 +267,10 @@ class Layout:
         try:
             seen = env.state() if self.has_state else None
         except NotImplementedError:  # PettingZoo's own, where an environment has none
+            self.has_state = False
+        except (TypeError, AttributeError):  # a wrapper's state() calls what the environment inside has by this name
+            if callable(getattr(inner, "state", None)):
+                raise
             self.has_state = False
         state = np.asarray(seen) if self.has_state else self.joint(np.zeros_like(self.observation_space.low))
         if state.dtype.kind not in "biuf":
