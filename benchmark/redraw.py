@@ -158,7 +158,7 @@ def time_to_score(out: Path) -> None:
         axis.set_axis_off()
     for axis, (task, score) in zip(axes.flat, tasks.items()):
         axis.axhline(score, color="#999999", linestyle="--", linewidth=1)
-        colors = {False: iter(["C0", "C2"]), True: iter(["C1", "C3"])}  # of ours, of peers: theirs have two words
+        colors = {False: iter(["C0", "C2", "C4"]), True: iter(["C1", "C3"])}  # of ours, of peers: theirs have two words
         for by, of_script in curves[curves.task == task].groupby("by", sort=False):
             color = next(colors[" " in by])
             for seed, curve in of_script.groupby("seed"):
@@ -187,8 +187,8 @@ def time_to_score(out: Path) -> None:
         "Return of the last 100 episodes of training over the CPU time of the process, with imports and compilation, "
         "one thread each, a line for each seed; dashed: the score of the table, which has the medians of the runs that "
         "reached it, and their range. Each script has the settings that its authors give, but on LunarLander both have "
-        "those of RL Baselines3 Zoo, and on smax/3m ours those of JaxMARL, whose networks are recurrent as "
-        f"mappo_lstm's. {machines}. Command: "
+        "those of RL Baselines3 Zoo, and on smax/3m ours those of JaxMARL, whose networks are recurrent, and mappo's "
+        f"are not. {machines}. Command: "
         "`python benchmark/time_to_score.py --peers FOLDER`.\n"
     )
     write_page(out, caption, markdown(pd.DataFrame(cells, columns=head), 3))

@@ -423,9 +423,9 @@ PAIRS = [
         beside="RLlib IMPALA",
         goal=None,
         ours=ours("impala", "--num-actors 0 --num-envs 10 --unroll-length 50 --updates-per-collect 1"),
-        steps=163_840,
+        steps=164_000,
         peer="bash benchmark/peers/rllib.sh {peers} {steps} {seed}",
-        peer_steps=81_920,
+        peer_steps=82_000,
         settings="CartPole-v1: 10 environments, unrolls of 50 steps, a gradient step for 500 steps (RLlib's default), "
         "networks 64-64 of actor and critic with tanh, Adam, one process; nothing is evaluated",
         peer_differs="the servers that Ray starts are not counted",
@@ -449,7 +449,7 @@ PAIRS = [
         ours=ours("impala_atari_envpool", "--shallow --num-actors 0 --num-envs 16 --batch-size 8"),
         steps=12_800,
         peer="bash benchmark/peers/monobeast.sh {peers} {tmp} {steps}",
-        peer_steps=8_000,
+        peer_steps=8_960,
         settings="Pong: a gradient step for 8 unrolls of 20 steps, two convolutions of 16 and 32 channels and a layer "
         "of 256, RMSProp, float32; nothing is evaluated",
         ours_differs="16 environments of envpool in one process",

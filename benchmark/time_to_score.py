@@ -177,7 +177,8 @@ def run(by: Contestant, peers: Path, seed: int) -> tuple[pd.DataFrame, pd.DataFr
     with tempfile.TemporaryDirectory() as tmp, tempfile.TemporaryFile() as log:
         argv = to_argv(by.command, seed=seed, tmp=tmp, peers=peers.resolve())
         start = time.time()
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env={"OMP_NUM_THREADS": "1", **os.environ})
+        env = {"OMP_NUM_THREADS": "1", "PEERS_PYTHON": sys.executable, **os.environ}
+        process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
         try:
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:

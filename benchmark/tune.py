@@ -11,12 +11,13 @@ lie in that of the annotation. The first trial has the script's defaults, if the
 A trial runs every environment and seed, one after the other, as `benchmark/run.py` does: with logs, a manifest, a
 second try, and with --resume for what was interrupted. Its score is the mean of their last evaluations; with several
 environments each is scaled so that 0 is random and 1 the best known of benchmark/yardsticks.csv. Evaluations on the way
-(--eval-interval) decide whether a trial is worse than the median of the others at that point: then it is stopped. The
+(--eval-interval) decide whether a trial is worse than the median of the others at that step: then it is stopped. The
 study is RUNS_DIR/study.db (SQLite), its table RUNS_DIR/trials.csv; a folder is for one search.
 """
 
 import dataclasses
 import importlib.util
+import json
 import math
 import shlex
 import signal
@@ -46,6 +47,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 START_UP = 5  # trials before any is compared with the median
+RUN_PLACES = 1_000_000  # more than a curve has: the second run of a trial is compared with the second of another
 POLL_SECONDS = 2.0
 LOCK_SECONDS = 600  # that another program, as a dashboard or a backup, may lock the study
 
@@ -275,27 +277,29 @@ class Search:
     def value(self, trial: optuna.Trial) -> float | None:
         """The mean score of the runs; None if they were interrupted. Raises TrialPruned, RunFailed."""
         scores: list[float] = []  # of the runs that are over
-        reported: list[float] = []  # what the study was told of the trial
         for seed in range(1, self.args.num_seeds + 1):
             for env_id in self.args.env_ids:
                 flags = [*self.flags, *self.fixed, *to_flags(trial.params)]
                 run = Trial(self.args.command, env_id, seed, flags, self.args.runs_dir)
-                curve = self.play(run, trial, scores, reported)
+                curve = self.play(run, trial, scores)
                 if curve is None:
                     return None
                 scores.append(curve[-1])
         return statistics.mean(scores)
 
-    def play(self, run: Trial, trial: optuna.Trial, scores: list[float], reported: list[float]) -> list[float] | None:
+    def play(self, run: Trial, trial: optuna.Trial, scores: list[float]) -> list[float] | None:
         """One run to its end, each evaluation told to the study; its curve, or None if it was interrupted."""
         curve: list[float] = []
-        looked, is_pruned = 0.0, False
+        last, looked, is_pruned = -1, 0.0, False
 
         def look() -> None:
-            for score in self.curve(run)[len(curve) :]:
+            nonlocal last
+            for step, score in self.curve(run)[len(curve) :]:
                 curve.append(score)
-                reported.append(statistics.mean([*scores, score]))
-                trial.report(reported[-1], len(reported))
+                place = step // self.interval(run)  # rollouts of other lengths end a little later: the same place
+                if place > last:
+                    last = place
+                    trial.report(statistics.mean([*scores, score]), len(scores) * RUN_PLACES + place)
 
         def stops() -> int:
             nonlocal looked, is_pruned
@@ -316,15 +320,23 @@ class Search:
             raise RunFailed(f"{self.args.metric} is {curve[-1]} in {run.folder()}")
         return curve
 
-    def curve(self, run: Trial) -> list[float]:
-        """The scores of a run's evaluations so far."""
+    def interval(self, run: Trial) -> int:
+        """Environment steps between two places of a run's curve at which trials are compared."""
+        path = run.folder() / "args.json"
+        args = json.loads(path.read_text())["args"] if path.exists() else {}
+        return (args.get("eval_interval", 0) if self.args.metric == EVAL else 0) or -(
+            -args.get("total_timesteps", 1) // 100
+        )
+
+    def curve(self, run: Trial) -> list[tuple[int, float]]:
+        """The steps and scores of a run's evaluations so far."""
         folder = run.folder()
         if folder is None:
             return []
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         points = events.Scalars(self.args.metric) if self.args.metric in events.Tags()["scalars"] else []
         random, best = self.scales[run.about["env_id"]]
-        return [(point.value - random) / (best - random) for point in points]
+        return [(point.step, (point.value - random) / (best - random)) for point in points]
 
     def show(self, trial: optuna.Trial) -> None:
         """A line for a trial that ended, and the table of all."""

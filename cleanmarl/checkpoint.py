@@ -172,7 +172,7 @@ def set_random_state(randoms: dict[str, Any]) -> None:
     random.setstate(randoms["python"])
     torch.set_rng_state(randoms["torch"])
     if torch.cuda.is_available() and randoms["cuda"]:
-        torch.cuda.set_rng_state_all(randoms["cuda"])
+        torch.cuda.set_rng_state_all(randoms["cuda"][: torch.cuda.device_count()])  # here may be fewer GPUs
     name, keys, *numbers = randoms["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *numbers))  # noqa: NPY002
 

@@ -82,6 +82,7 @@ from tqdm import tqdm
 
 CURVE_POINTS = 1000  # a run writes about this many points per metric, however short its updates are
 EVAL_SEED = 2**30  # added to the seed: training adds the step, so that evaluation meets other episodes
+ECHO_SECONDS = 1  # in which a second SIGTERM is the first one again: systemd signals run.py and its trials, run.py too
 LINE_SECONDS = 5  # between two lines of progress where there is no terminal
 # of a Run, in a checkpoint
 NUMBERS = ("step", "num_episodes", "last_point", "last_step", "last_evaluation", "last_film", "best")
@@ -118,6 +119,7 @@ class Run:
         self.envs, self.carried, self.playing = None, (), None  # see start(), and what the checkpoint had of them
         self.bar = self.wandb = None
         self.stop_signal: int | None = None
+        self.stop_time = 0.0
         self.has_learned = False  # from an update at least
         self.bad_returns = False  # or where the returns of the last episodes were NaN or infinite
         if args.track:
@@ -299,9 +301,11 @@ class Run:
 
     def _on_signal(self, signum: int, frame: Any) -> None:
         if self.stop_signal is None:
-            self.stop_signal = signum
+            self.stop_signal, self.stop_time = signum, time.monotonic()
             self._print("stopping as soon as what is under way is saved (again to stop at once)")
-        elif signum != signal.SIGHUP:  # which the kernel and the shell both send
+            return
+        is_echo = signum == self.stop_signal == signal.SIGTERM and time.monotonic() - self.stop_time < ECHO_SECONDS
+        if signum != signal.SIGHUP and not is_echo:  # SIGHUP comes from the kernel and from the shell
             raise KeyboardInterrupt(signum)  # asked twice: stop at once
 
     def start(self, envs: Any, *carried: Any) -> tuple:

@@ -10,6 +10,7 @@ import time
 
 from cleanmarl import coppo, enjoy, impala_atari_envpool, ippo, ppo, ppo_atari_envpool
 from cleanmarl.actors import Actors, tensors
+from cleanmarl.checkpoint import random_state, set_random_state
 from cleanmarl.layers import compile_losses, use_bf16
 from cleanmarl.run import load_checkpoint
 
@@ -109,6 +110,14 @@ def test_it_is_played_where_there_is_no_gpu(tmp_path):
     resumed = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, env=env)
     assert resumed.returncode == 0, resumed.stderr
     assert load_checkpoint(folder)["step"] == 1024
+
+
+def test_random_states_of_more_gpus_than_are_here():
+    """As of a machine with twice as many: those that are here are set."""
+    randoms = random_state()
+    drawn = torch.rand(3, device=GPU)
+    set_random_state(randoms | {"cuda": randoms["cuda"] * 2})
+    assert (torch.rand(3, device=GPU) == drawn).all()
 
 
 def test_a_gpu_that_is_not_there():

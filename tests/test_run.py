@@ -1077,18 +1077,40 @@ def test_killed_worker_ends_the_run(env_id, package, tmp_path):
 
 
 @LINUX
-@pytest.mark.parametrize("second, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_second_signal_stops_at_once(second, status, tmp_path):
+@pytest.mark.parametrize(
+    "first, seconds, second, status",
+    [
+        (signal.SIGINT, 0.5, signal.SIGINT, 130),
+        (signal.SIGINT, 0.5, signal.SIGTERM, 143),
+        (signal.SIGTERM, 1.5, signal.SIGTERM, 143),
+    ],
+)
+def test_second_signal_stops_at_once(first, seconds, second, status, tmp_path):
     """The update under way would take hours."""
     with started("ppo", "--update-epochs", 10**9, "--runs-dir", tmp_path) as process:
         wait_for(lambda: hears(process.pid, signal.SIGTERM))  # Python itself has a handler of SIGINT alone
-        process.send_signal(signal.SIGINT)
+        process.send_signal(first)
         assert "run folder" in process.stdout.readline() and "stopping" in process.stdout.readline()
-        time.sleep(0.5)
+        time.sleep(seconds)
         assert process.poll() is None  # it tries to finish the update
         process.send_signal(second)
         _, err = process.communicate(timeout=60)
         assert process.returncode == status and not err
+
+
+def test_a_sigterm_that_comes_by_two_ways_saves(tmp_path):
+    """As from systemd, which signals benchmark/run.py and its trial; run.py passes its own on."""
+    with started("ppo", "--total-timesteps", 10**7, "--checkpoint-interval", 10**9, "--runs-dir", tmp_path) as process:
+        folder = run_folder(tmp_path)
+        wait_for(lambda: "train/policy_loss" in scalars(folder))
+        process.send_signal(signal.SIGTERM)
+        assert "run folder" in process.stdout.readline()
+        while "stopping" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and not err
+    assert f"stopped at step {load_checkpoint(folder)['step']:,}; " in out
 
 
 # ---------------------------------------------------------------------------------------------------- non-finite losses

@@ -71,6 +71,20 @@ def test_ours_reaches_a_low_score_and_not_the_highest(results, tmp_path):
     assert "<svg" in (results.parent / "time_to_score.svg").read_text()
 
 
+def test_all_that_is_measured_can_be_drawn(tmp_path):
+    """In colours of their own, also those that no published run is of yet."""
+    (tmp_path / "data").mkdir()
+    row = dict.fromkeys(time_to_score.COLUMNS, 1) | {"machine": "a", "command": "b"}
+    of_each = [{"task": by.task, "by": by.by, "score": by.score} for by in time_to_score.CONTESTANTS]
+    pd.DataFrame([row | each for each in of_each]).to_csv(tmp_path / "data" / "speed_time_to_score.csv", index=False)
+    point = dict.fromkeys(time_to_score.CURVE_COLUMNS, 1.0) | {"seed": 1}
+    points = pd.DataFrame([point | {"task": each["task"], "by": each["by"]} for each in of_each])
+    points.to_csv(tmp_path / "data" / "speed_time_to_score_curves.csv", index=False)
+    redraw.time_to_score(tmp_path / "speed_time_to_score")
+    table = (tmp_path / "speed_time_to_score.md").read_text()
+    assert all(f"| {by.task} | {by.score:g} | {by.by} |" in table for by in time_to_score.CONTESTANTS)
+
+
 def test_a_command_that_fails_ends_it(results, tmp_path, monkeypatch):
     bad = Contestant("CartPole-v1", 20, "ppo", f"{OURS} nothing")
     monkeypatch.setattr(time_to_score, "CONTESTANTS", [bad])

@@ -208,6 +208,20 @@ def test_a_trial_worse_than_the_median_is_stopped_early(toy, capsys):
     assert pruned.startswith("2,PRUNED,,")  # no score to compare with theirs
 
 
+def test_trials_are_compared_at_the_same_steps(toy):
+    """However many of them a rollout has, and whichever run of a trial it is."""
+    script = SCRIPT.replace("for k in (1, 2):", 'for k in (10, 23, 40) if float(arg["--x"]) > 0.8 else (20, 40):')
+    about = '    (folder / "args.json").write_text(\'{"args": {"eval_interval": 10, "total_timesteps": 40}}\')\n'
+    begin = "    with (folder"
+    (toy / "toy.py").write_text(script.replace(begin, about + begin).replace("k * float", "float"))
+    search = tune.Search(toy_args(2, num_seeds=2), [], lambda: 0)
+    search.study.enqueue_trial({"x": 0.7})
+    search.work()
+    (fine, coarse), second = [trial.intermediate_values for trial in search.study.trials], tune.RUN_PLACES
+    assert [*fine] == [1, 2, 4, second + 1, second + 2, second + 4]  # after 10, 23 and 40 steps of each
+    assert [*coarse] == [2, 4, second + 2, second + 4]
+
+
 def test_a_trial_that_fails_counts_and_is_explained(toy, capsys):
     (toy / "broken").touch()
     tune.Search(toy_args(1), [], lambda: 0).work()
