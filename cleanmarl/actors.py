@@ -46,6 +46,7 @@ import torch.nn as nn
 SLOTS_PER_ACTOR = 2  # one to fill while the other waits for the learner
 CALLS_PER_ACTOR = 2  # of Ray: one under way while the other waits, so that an actor need not wait for the learner
 OTHER_AGENT = "its agent is not the learner's: what main changes of it, a layer or a dtype, belongs into __init__"
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # for the learner alone
 MOST_DEATHS = 10  # of Ray's actors in a row, without an unroll between: then it is no accident
 
 
@@ -136,7 +137,11 @@ def receive(connection) -> Any:
 
 def act(classes, args, index: int, step: int, connection, learners, parameters_memory, slots_memory, dtype) -> None:
     """The life of an actor process: fill the slots whose numbers come, and send the numbers back."""
+    player = None
     try:
+        for signum in SIGNALS:  # nothing of it is for what an environment starts, as a blocked or ignored one would be
+            signal.signal(signum, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         seed_everything((args.seed + step + index) % 2**32, torch_threads=1)
         keep_freed_memory()
         player_class, agent_class = classes
@@ -152,6 +157,9 @@ def act(classes, args, index: int, step: int, connection, learners, parameters_m
             send(connection, number)
     except Exception as error:
         send(connection, error if isinstance(error, EnvError | NonFiniteError) else traceback.format_exc())
+    finally:
+        if player is not None:
+            player.envs.close()
 
 
 class Actors:
@@ -165,6 +173,7 @@ class Actors:
         self.agent, self.deterministic, self.waited = agent, args.deterministic, 0.0
         self.ready: deque = deque()
         self.taken: deque = deque()
+        self.player: Any = None  # with --num-actors 0
         self.processes: list[Any] = []
         self.connections, self.heard = [], []
         dtype = slot_dtype(args, unroll_dtype)
@@ -178,8 +187,7 @@ class Actors:
         self.parameters.write(version=0)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # actors share the cores already
         resource_tracker.ensure_running()  # which unblocks signals
-        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # for the learner: actors keep what is blocked now
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the actors have handlers, see act
         try:
             for i in range(args.num_actors):
                 connection, theirs = context.Pipe()
@@ -197,7 +205,7 @@ class Actors:
             self.close()
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def __enter__(self) -> "Actors":
         return self
@@ -281,6 +289,8 @@ class Actors:
 
     def close(self) -> None:
         """End the actors: closed pipes tell them; who is still busy after two seconds is killed."""
+        if self.player is not None:
+            self.player.envs.close()
         for connection in self.connections:
             connection.close()
         end = time.monotonic() + 2

@@ -8,6 +8,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,20 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             file.write(hashlib.file_digest(file, "sha256").digest())  # after all that was read
             file.flush()
             os.fsync(file.fileno())  # or the new name may outlive a power cut, and what it names not
-        with torch.serialization.safe_globals(NUMPY):
-            strange = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(temporary))
-        message = f"no checkpoint holds a {strange}: a state is numbers, text, tensors and arrays, in dicts and lists"
-        check(not strange, message)
+        check_kinds(temporary)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def check_kinds(file: Path | BytesIO) -> None:
+    """UsageError if torch.save wrote what nobody could read."""
+    with torch.serialization.safe_globals(NUMPY):
+        strange = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    message = f"no checkpoint holds a {strange}: a state is numbers, text, tensors and arrays, in dicts and lists"
+    check(not strange, message)
 
 
 def checkpoint_path(path: Path) -> Path:

@@ -1,12 +1,15 @@
 """What acts or learns in a run and no checkpoint would hold, so that enjoy or a resumed run would have others."""
 
+import pickle
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
+from io import BytesIO
 from typing import Any
 
-from cleanmarl.checkpoint import not_finite
+from cleanmarl.checkpoint import check_kinds, not_finite
 from cleanmarl.cli import UsageError, check, tell
 
 import torch
@@ -28,6 +31,7 @@ class Held:
             if bad := not_finite(module.state_dict(), name):
                 hint = "persistent=False keeps a buffer, as of a mask, out of checkpoints"
                 raise UsageError(f"{bad} is not finite; {hint}")
+            check_state(name, module)
             for p in not_held(module, modules) if isinstance(module, torch.optim.Optimizer) else ():
                 hint = "give Run its module, too: Run(args, __file__, agent=agent, predictor=predictor, ...)"
                 raise UsageError(f"{name} learns a parameter {tuple(p.shape)} that no checkpoint would hold; {hint}")
@@ -37,6 +41,9 @@ class Held:
         self.check_schedulers()
         if names := unlearned(modules):
             tell(f"no optimizer learns {', '.join(names)}", sys.stderr)
+        if names := learned_twice(modules):
+            hint = "leave them out of the groups of all but one"
+            tell(f"{', '.join(names)}: several optimizers have them and may step them; {hint}", sys.stderr)
 
     def watch(self) -> None:
         """From now on, until close(), all optimizers that step in this thread."""
@@ -75,6 +82,17 @@ class Held:
                 check(is_kept, f"{message}; give Run it, too: Run(args, __file__, scheduler=scheduler, ...)")
 
 
+def check_state(name: str, module: Any) -> None:
+    """UsageError if a checkpoint could not be written, or read, with its state."""
+    file = BytesIO()
+    try:
+        torch.save(module.state_dict(), file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(f"no checkpoint holds the state of {name}: {error}") from error
+    file.seek(0)
+    check_kinds(file)
+
+
 def not_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> list[torch.Tensor]:
     """Parameters that the optimizer learns and none of the modules has, not even one of which they are views."""
     parameters = (p for module in modules.values() if isinstance(module, torch.nn.Module) for p in module.parameters())
@@ -107,12 +125,24 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def learned_twice(modules: dict[str, Any]) -> list[str]:
+    """The names of parameters that more than one of the optimizers has."""
+    optimizers = [module for module in modules.values() if isinstance(module, torch.optim.Optimizer)]
+    times = Counter(storage for optimizer in optimizers for storage in storages(optimizer))
+    networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
+    named = {f"{name}.{key}": p for name, network in networks.items() for key, p in network.named_parameters()}
+    return [name for name, p in named.items() if times[p.untyped_storage().data_ptr()] > 1]
+
+
+def storages(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Where its parameters lie: views, as of Networks, share that of a stack."""
+    return {p.untyped_storage().data_ptr() for group in optimizer.param_groups for p in group["params"]}
+
+
 def unlearned(modules: dict[str, Any]) -> list[str]:
     """The names of parameters that no optimizer has, of modules of which one has others, but for frozen ones."""
     optimizers = (module for module in modules.values() if isinstance(module, torch.optim.Optimizer))
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    learned = {p.untyped_storage().data_ptr() for group in groups for p in group["params"]}  # or views, as of Networks
-    names = []
+    learned, names = {storage for optimizer in optimizers for storage in storages(optimizer)}, []
     for name, module in modules.items():
         parameters = dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
         has = {key: p.untyped_storage().data_ptr() in learned for key, p in parameters.items()}
@@ -128,6 +158,8 @@ def without_gradient(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) 
         return []
     storage = {p: p.untyped_storage().data_ptr() for p in parameters}  # views, as of Networks, share that of a stack
     missing = {*storage.values()} - {x for p, x in storage.items() if p in optimizer.state}
+    others = (x for x in modules.values() if isinstance(x, torch.optim.Optimizer) and x is not optimizer)
+    missing = missing.difference(*map(storages, others))  # these may learn it
     networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
     named = [(f"{name}.{key}", p) for name, network in networks.items() for key, p in network.named_parameters()]
     return [name for name, p in named if p.requires_grad and p.untyped_storage().data_ptr() in missing]

@@ -18,10 +18,12 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 from cleanmarl.actors import RayActors, check_unrolls_size, connect
+from cleanmarl.checkpoint import of_each
 from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
 from cleanmarl.layers import as_numpy
@@ -291,6 +293,11 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, 
     return {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
 
 
+def to_cpu(x):
+    """Off the first process's GPU, on which all others would unpickle it."""
+    return x.cpu() if isinstance(x, torch.Tensor) else x
+
+
 class Follower:
     """Where the first learner has a Run, the others have this: it counts steps, and does nothing else."""
 
@@ -329,11 +336,12 @@ def main(args: Args) -> Path | None:
     ray = connect(args.address, args.num_actors, world_size)
 
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        patience = timedelta(days=1)  # while the first one evaluates, or waits for its actors, the others wait for it
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     kept = {"agent": agent, "optimizer": optimizer}  # in checkpoints, and the same for all learners after a resume
     with Run(args, __file__, **kept) if rank == 0 else Follower() as run:
         if world_size > 1:  # what the first learner has resumed
-            states = [run.step, *(x.state_dict() for x in kept.values())]
+            states = [run.step, *(of_each(to_cpu, x.state_dict()) for x in kept.values())]
             dist.broadcast_object_list(states, device=device)
             run.step = states[0]
             for x, state in zip(kept.values(), states[1:]):

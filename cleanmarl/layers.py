@@ -271,6 +271,8 @@ class Recurrent(nn.Sequential):
 
     @property
     def memory_size(self) -> int:
+        if not self.cells:
+            raise TypeError("Recurrent needs a layer that remembers: a StackedGRU, StackedLSTM or StackedCell of yours")
         return sum(cell.memory_size for cell in self.cells)
 
     def forward(self, x, memory: torch.Tensor, forget: torch.Tensor | None = None, last: bool = False):  # type: ignore[override]

@@ -23,9 +23,11 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+from cleanmarl.checkpoint import of_each
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs.pool import EnvPool, envpool_spec
 from cleanmarl.layers import Bf16, compilable, use_bf16
@@ -313,6 +315,11 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
     return metrics
 
 
+def to_cpu(x):
+    """Off the first process's GPU, on which all others would unpickle it."""
+    return x.cpu() if isinstance(x, torch.Tensor) else x
+
+
 class Follower:
     """Where the first process has a Run, the others have this: it counts steps, and does nothing else."""
 
@@ -360,11 +367,12 @@ def main(args: Args) -> Path | None:
 
     num_updates = args.total_timesteps // batch_size
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        patience = timedelta(days=1)  # while the first one evaluates, or waits for its actors, the others wait for it
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     kept = {"agent": agent, "optimizer": optimizer}  # in checkpoints, and the same in all processes after a resume
     with Run(args, __file__, **kept) if rank == 0 else Follower() as run:
         if world_size > 1:  # what the first process has resumed
-            states = [run.step, *(x.state_dict() for x in kept.values())]
+            states = [run.step, *(of_each(to_cpu, x.state_dict()) for x in kept.values())]
             dist.broadcast_object_list(states, device=device)
             run.step = states[0]
             for x, state in zip(kept.values(), states[1:]):

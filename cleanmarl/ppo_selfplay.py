@@ -245,7 +245,7 @@ def collect(agent: Agent, past: Agent, envs: Games, seen: tuple, rollout: Rollou
     """
     device = next(agent.parameters()).device
     obs, info = seen
-    num_past = math.ceil(args.past_share * args.num_envs)  # the first environments are those with a past self
+    num_past = math.ceil(round(args.past_share * args.num_envs, 6))  # the first environments are those with a past self
     noise = gumbel_noise(*rollout.action.shape, agent.num_actions)
     logits = np.empty_like(noise)  # (T, N, K)
     for t in range(args.num_steps):  # detail core-1: as many steps as ever, whichever games end

@@ -283,7 +283,7 @@ class Run:
             self._write_json("done.json", {"step": self.step, "seconds": seconds})
         self._print(f"done: {self.step:,} steps in {timedelta(seconds=round(seconds))}, saved in {self.folder}")
         if not self.has_learned and self.start_step == 0:
-            self._print("  nothing was learned: these steps were too few for an update")
+            self._print("  nothing was learned: no update took place in these steps")
         self._print(f"  curves: tensorboard --logdir {shlex.quote(str(self.folder))}")
         self._print(f"  play:   python -m cleanmarl.enjoy {shlex.quote(str(self.folder))}")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cleanmarl import enjoy, ppo_multidiscrete
 from cleanmarl.cli import set_up
+from cleanmarl.envs import EnvError
 from cleanmarl.ppo_multidiscrete import (
     Agent,
     Args,
@@ -89,6 +90,11 @@ def test_observations_are_one_hot_vectors(tmp_path):
     np.testing.assert_array_equal(obs[:, -101:].argmax(-1), raw["step_count"])
     np.testing.assert_array_equal(obs[:, :300].reshape(3, 100, 3).sum(-1), 1)
     envs.close()
+
+
+def test_what_envpool_cannot_build_is_one_line():
+    with pytest.raises(EnvError, match=r"^Sudoku-v0 cannot be built: failed to open Sudoku database"):
+        make_envs(Args(env_id="Sudoku-v0"), 1).reset(seed=1)
 
 
 @pytest.mark.parametrize("env_id", ["Cleaner-v0", "JobShop-v0"])

@@ -69,10 +69,10 @@ def first_rollout(args: Args, past=None):
     return agent, rollout, seen, run
 
 
-@pytest.mark.parametrize("share, num_past", [(0.0, 0), (0.2, 1), (1.0, 2)])
-def test_any_share_is_one_past_self_at_least(tmp_path, share, num_past):
-    """In two environments, of which a fifth would be none."""
-    _, rollout, *_ = first_rollout(small(tmp_path, num_envs=2, env_id="TicTacToe-v1", past_share=share))
+@pytest.mark.parametrize("share, num_envs, num_past", [(0.0, 2, 0), (0.2, 2, 1), (1.0, 2, 2), (0.28, 25, 7)])
+def test_any_share_is_one_past_self_at_least(tmp_path, share, num_envs, num_past):
+    """In two environments, of which a fifth would be none; 0.28 * 25 is a little more than 7."""
+    _, rollout, *_ = first_rollout(small(tmp_path, num_envs=num_envs, env_id="TicTacToe-v1", past_share=share))
     of_others = (rollout.player == 1) & ~rollout.learns  # (T, N) moves that are not the agent's
     assert of_others.any(0).sum() == num_past
 

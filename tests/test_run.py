@@ -15,7 +15,7 @@ import sys
 import termios
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -470,6 +470,22 @@ def test_parameters_that_no_loss_reaches_are_named_once(tmp_path, capfd):
         assert capfd.readouterr().err.count(line) == (0 if optimizer is torch.optim.SGD else 1)
 
 
+def test_parameters_of_two_optimizers_are_named(tmp_path, capfd):
+    """And not as such that nothing learns, where the other optimizer does."""
+    agent = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1) for name in ("actor", "rnd")})
+    first, second = torch.optim.Adam(agent.parameters()), torch.optim.Adam(agent.rnd.parameters())
+    with small_run(tmp_path, {"agent": agent, "optimizer": first, "rnd_optimizer": second}) as run:
+        for _ in range(3):
+            for child, optimizer in ((agent.actor, first), (agent.rnd, second)):
+                agent.zero_grad()
+                child(torch.ones(2)).sum().backward()
+                optimizer.step()
+            run.step += 10
+            run.log({"train/a": 1.0})
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("agent.rnd.weight, agent.rnd.bias: several optimizers have them and may step them; leave ")
+
+
 def test_stacked_parameters_that_no_loss_reaches_are_named_too(tmp_path, capfd):
     """Where the optimizer has a view for each network; not those of a network whose turn has not come yet."""
     agent = torch.nn.ModuleDict({name: StackedLinear(3, 2, 1) for name in ("actor", "head")})
@@ -696,6 +712,19 @@ def test_a_checkpoint_that_nobody_could_read_is_not_written(tmp_path):
         run.step, counter.value = 200, deque([1], 3)
         run.log({})
     assert load_checkpoint(run.folder)["step"] == 100 and not (run.folder / "checkpoint.tmp").exists()
+
+
+@pytest.mark.parametrize(
+    "value, line",
+    [
+        (defaultdict(int), "^no checkpoint holds a collections.defaultdict, builtins.int: a state is numbers"),
+        (lambda x: x, "^no checkpoint holds the state of counter: Can't pickle <function"),
+    ],
+)
+def test_a_state_that_no_checkpoint_holds_is_told_before_the_run(value, line, tmp_path):
+    with pytest.raises(UsageError, match=line):
+        small_run(tmp_path, {"counter": Counter(value)})
+    assert not list(tmp_path.iterdir())
 
 
 def test_crash_while_saving_leaves_the_previous_checkpoint(tmp_path):
@@ -941,7 +970,7 @@ def test_a_run_that_was_too_short_to_learn_says_so(tmp_path, capsys):
     flags = {"num_envs": 2, "batch_size": 4, "eval_episodes": 0, "runs_dir": str(tmp_path)}
     for total, says in ((50, True), (100, False)):  # two and four episodes of 25 steps
         vdn.main(vdn.Args(**flags, total_timesteps=total))
-        assert ("nothing was learned: these steps were too few for an update" in capsys.readouterr().out) == says
+        assert ("nothing was learned: no update took place in these steps" in capsys.readouterr().out) == says
 
 
 def test_a_run_whose_episodes_are_all_shorter_than_an_unroll_says_that_nothing_was_learned(tmp_path, capsys):
@@ -949,7 +978,7 @@ def test_a_run_whose_episodes_are_all_shorter_than_an_unroll_says_that_nothing_w
     for unroll_length, says in ((500, True), (5, False)):  # random games of CartPole take 20 steps
         flags |= {"unroll_length": unroll_length, "remainder": "drop"}
         impala_replay.main(impala_replay.Args(**flags, total_timesteps=2000))
-        assert ("nothing was learned: these steps were too few for an update" in capsys.readouterr().out) == says
+        assert ("nothing was learned: no update took place in these steps" in capsys.readouterr().out) == says
 
 
 def test_kill_and_resume(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ Pictures keep their shape and type where a script asks for them, `make(..., pict
 """
 
 import ast
+import atexit
 import copy
 import difflib
 import functools
@@ -36,8 +37,9 @@ import time
 import traceback
 import urllib.parse
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,6 +65,15 @@ FAMILIES = {  # family -> what it is; each is a module of this package, imported
 
 ENV_BYTES = 4000  # the least that a Gymnasium environment takes: CartPole with its wrappers has 5,100
 BATCHED_BYTES = 100  # the same where a family steps all of them at once, without a word of what they see
+MADE: weakref.WeakSet = weakref.WeakSet()  # by make and make_gymnasium
+
+
+@atexit.register
+def close_all() -> None:
+    """Those of a run that a signal or an error has ended: what they have started, as a simulator, ends with them."""
+    for envs in list(MADE):
+        with suppress(Exception):
+            envs.close()  # does nothing where they are closed
 
 
 class EnvError(ValueError):
@@ -252,6 +263,7 @@ def make(
     except EnvError:
         envs.close()
         raise
+    MADE.add(envs)
     return envs
 
 
@@ -632,6 +644,7 @@ def make_gymnasium(
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise EnvError(f"unknown environment {env_id!r}{hint}") from error
     record = GameStatistics if recorder(envs.envs[0]) else gym.wrappers.vector.RecordEpisodeStatistics
+    MADE.add(envs)
     return record(Stacked(envs, env_id))
 
 

@@ -54,7 +54,7 @@ class EnvPool(gym.vector.VectorEnv):
         spec = envpool_spec(env_id, **options)
         import envpool
 
-        self.num_envs, self.render_mode = num_envs, render_mode
+        self.env_id, self.num_envs, self.render_mode = env_id, num_envs, render_mode
         self.pool: Any = None  # of a class of this id's own
         self.single_observation_space = spec.gymnasium_observation_space
         self.single_action_space = spec.gymnasium_action_space
@@ -74,7 +74,10 @@ class EnvPool(gym.vector.VectorEnv):
             seed = int(np.random.SeedSequence().generate_state(1)[0])
         if seed is not None:  # envpool takes seeds only when it is built
             self.close_extras()
-            self.pool = self.new_pool(seed=[s % 2**31 for s in env_seeds(seed, self.num_envs)])
+            try:
+                self.pool = self.new_pool(seed=[s % 2**31 for s in env_seeds(seed, self.num_envs)])
+            except RuntimeError as error:  # Sudoku of envpool 1.2.5 lacks a file of the package's
+                raise EnvError(f"{self.env_id} cannot be built: {' '.join(str(error).split())}") from error
         self.statistics = EpisodeStatistics(self.num_envs, 1)
         return self.pool.reset()
 
@@ -128,7 +131,7 @@ class Games(EnvPool):
     def __init__(self, env_id: str, num_envs: int, render_mode: str | None = None):
         # More threads than one would mix up the order of the environments in envpool 1.2.5.
         super().__init__(env_id, num_envs, render_mode, num_threads=1)
-        self.env_id, self.board_shape = env_id, self.single_observation_space.shape
+        self.board_shape = self.single_observation_space.shape
         size = gym.spaces.flatdim(self.single_observation_space) + gym.spaces.flatdim(self.single_action_space)
         self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)

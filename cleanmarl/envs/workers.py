@@ -74,7 +74,8 @@ class Worker:
         paths = [path for path in sys.path if isinstance(path, str)]  # Python passes over all others
         script = (
             f"import sys; sys.path[:] = {paths}; "  # first of all: the folder of now may have a signal.py
-            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "  # Ctrl-C is for the main process
+            # Ctrl-C is for the main process; SIG_IGN would be that of all that an environment starts, too
+            "import signal; signal.signal(signal.SIGINT, lambda *_: None); "
             "signal.signal(signal.SIGTERM, signal.SIG_DFL); "
             f"from cleanmarl.envs.workers import serve; serve({theirs.fileno()}, {memory})"
         )
@@ -162,7 +163,7 @@ def stop(workers: list[Worker]) -> None:
 
 def serve(descriptor: int, memory: int) -> None:
     """The life of a worker: answer each (command, arguments) with (EnvError or traceback or None, result)."""
-    connection = Connection(descriptor)
+    connection, block = Connection(descriptor), None
     with suppress(EOFError, OSError):  # the main process closed its end or died, even by SIGKILL
         while True:
             command, arguments = connection.recv()
@@ -176,3 +177,5 @@ def serve(descriptor: int, memory: int) -> None:
             except Exception as raised:
                 error = raised if isinstance(raised, EnvError) else traceback.format_exc()
             connection.send((error, reply))
+    if block is not None:
+        block.close()  # and what the environments have started
