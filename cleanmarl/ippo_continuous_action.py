@@ -3,7 +3,7 @@
 A policy acts in a unit of its own, in which every action reaches from -1 to 1; the environment gets it clipped and in
 its unit. Observations, and rewards if asked to, are normalised by running statistics, which are saved with the agent.
 
-Papers: de Witt et al. 2020 (arXiv:2011.09533); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: de Witt et al. 2020 (arXiv:2011.09533); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Parent: ippo.py, but for the distribution, the units of actions and what is normalised.
 """
 

@@ -3,7 +3,7 @@
 A policy acts in a unit of its own, in which every action reaches from -1 to 1; the environment gets it clipped and in
 its unit. Observations and states are normalised by running statistics, which are saved with the agent.
 
-Papers: Yu et al. 2021 (arXiv:2103.01955); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: Yu et al. 2021 (arXiv:2103.01955); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Parent: mappo.py, but for the distribution, the units of actions and what is normalised.
 """
 

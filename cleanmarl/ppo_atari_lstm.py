@@ -5,7 +5,7 @@ several epochs of minibatch steps on a surrogate objective whose probability rat
 near the one that collected the data. Policy and value function share the convolutional network of Mnih et al. 2015.
 It learns from lives and the signs of rewards; the returns it reports are the scores of whole games.
 
-Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

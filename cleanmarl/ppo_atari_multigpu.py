@@ -15,7 +15,7 @@ ale-py's AtariVectorEnv is about a tenth faster than envpool, a fiftieth of the 
 restarts its game or goes without FIRE; envpool plays on and fires. envpool spends a step on each reset: `EnvPool` makes
 that step at once, so that the rollout holds no step that the agent did not choose.
 
-Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

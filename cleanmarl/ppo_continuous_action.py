@@ -5,7 +5,7 @@ several epochs of minibatch steps on a surrogate objective whose probability rat
 near the one that collected the data. The policy is a normal distribution; observations and rewards are normalised
 with running statistics, which belong to the agent: they are saved with it and stay as they are in an evaluation.
 
-Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

@@ -9,7 +9,7 @@ The default task is Cleaner: three robots in a room with walls, +1 for each tile
 ends after 100 steps, when all is clean, or when a robot runs against a wall. The write-up used Gym-microRTS.
 (envpool's JobShop-v0, ten components of 21 choices, works too, but it is a toy of two operations.)
 
-Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

@@ -8,7 +8,7 @@ by running statistics, which belong to the agent and are saved with it; the retu
 envpool spends a step on each reset: `EnvPool` makes it at once, so that the rollout holds no step that the agent did
 not choose. Procgen draws with the system's Qt 5 libraries: apt install libqt5gui5.
 
-Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

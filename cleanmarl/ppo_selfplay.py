@@ -13,7 +13,7 @@ Five, Berner et al. 2019, arXiv:1912.06680, played 20% of its games so). A past 
 rollout, so that one network at a time plays all these games. Strength is measured in matches with the uniformly random
 player, whose Elo is 0, and with each past self of the pool, whose Elo stays what it was when it joined.
 
-Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 

@@ -4,7 +4,7 @@ PPO collects a rollout of T steps from N environments with the current policy, e
 several epochs of minibatch steps on a surrogate objective whose probability ratio is clipped, so that the policy stays
 near the one that collected the data. Policy and value function share all layers but the last.
 
-Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, "The implementation details of PPO" (ICLR blog).
+Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, the 37 implementation details of PPO (ICLR blog).
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
