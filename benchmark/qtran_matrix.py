@@ -11,8 +11,9 @@ All seeds of a script learn side by side: `torch.func.vmap` applies the script's
 game is one step, so a target is the reward, and a batch is drawn from all plays so far. DOP, FACMAC and MASAC, which
 have actors besides, are run as they are, one seed after the other, FACMAC and MASAC with three seeds at most.
 
-QTRAN's game is played with full exploration, as in the paper: 20,000 plays. CoPPO's are played with the settings of its
-appendix C.1, as in matrix_games.py, and eight updates for each 20 plays, as many as the others have epochs.
+QTRAN's game is played with full exploration, as in the paper: 20,000 plays. CoPPO's are played with the exploration,
+plays, widths and learning rate of its appendix C.1, and eight updates for each 20 plays, as many as the others have
+epochs.
 """
 
 import sys
