@@ -324,9 +324,10 @@ class Search:
         """Environment steps between two places of a run's curve at which trials are compared."""
         path = run.folder() / "args.json"
         args = json.loads(path.read_text())["args"] if path.exists() else {}
-        return (args.get("eval_interval", 0) if self.args.metric == EVAL else 0) or -(
-            -args.get("total_timesteps", 1) // 100
-        )
+        total = args.get("total_timesteps", 1)
+        if self.args.metric == EVAL and "eval_interval" in args:
+            return args["eval_interval"] or 2 * total  # without any on the way its end is the one place
+        return math.ceil(total / 100)
 
     def curve(self, run: Trial) -> list[tuple[int, float]]:
         """The steps and scores of a run's evaluations so far."""

@@ -138,10 +138,12 @@ def receive(connection) -> Any:
 def act(classes, args, index: int, step: int, connection, learners, parameters_memory, slots_memory, dtype) -> None:
     """The life of an actor process: fill the slots whose numbers come, and send the numbers back."""
     player = None
+    os.setsid()  # Ctrl-C in a terminal is for the learner, and not for what environments have started either
+    for signum in SIGNALS:  # these would inherit a signal that is blocked or ignored
+        signal.signal(signum, lambda *_: None)
+    signal.signal(workers.END, lambda *_: sys.exit())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
-        for signum in SIGNALS:  # nothing of it is for what an environment starts, as a blocked or ignored one would be
-            signal.signal(signum, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         seed_everything((args.seed + step + index) % 2**32, torch_threads=1)
         keep_freed_memory()
         player_class, agent_class = classes
@@ -158,7 +160,14 @@ def act(classes, args, index: int, step: int, connection, learners, parameters_m
     except Exception as error:
         send(connection, error if isinstance(error, EnvError | NonFiniteError) else traceback.format_exc())
     finally:
-        if player is not None:
+        signal.signal(workers.END, signal.SIG_IGN)
+        close(player)
+
+
+def close(player: Any) -> None:
+    """Close its environments, whatever they say to it: a simulator that has failed does once more."""
+    if player is not None:
+        with suppress(Exception):
             player.envs.close()
 
 
@@ -288,15 +297,17 @@ class Actors:
         return slot
 
     def close(self) -> None:
-        """End the actors: closed pipes tell them; who is still busy after two seconds is killed."""
-        if self.player is not None:
-            self.player.envs.close()
+        """End the actors: closed pipes tell them, who is busy for two more seconds a signal, then a kill."""
+        close(self.player)
         for connection in self.connections:
             connection.close()
-        end = time.monotonic() + 2
         try:
-            for process in self.processes:
-                process.join(max(0, end - time.monotonic()))
+            for seconds in (2, workers.CLOSING):
+                end = time.monotonic() + seconds
+                for process in self.processes:
+                    process.join(max(0, end - time.monotonic()))
+                    if seconds == 2 and process.is_alive():
+                        os.kill(process.pid, workers.END)
         finally:  # if Ctrl-C was pressed once more, at once: Python would wait for them at its exit
             for process in self.processes:
                 process.kill()

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
-from cleanmarl.envs import EnvError, WorkerError
+from cleanmarl.envs import EnvError, WorkerError, close_all
 from cleanmarl.layers import CompileError, compile_losses
 from cleanmarl.machine import gigabytes
 
@@ -434,6 +434,12 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
             time.sleep(OTHERS_WAIT + rank)
         tell(f"{script}: {said[0]}", sys.stderr)
         sys.exit(said[1])
+    except SystemExit as stopped:
+        if stopped.code == 128 + signal.SIGTERM:  # another one may be on its way, see ECHO_SECONDS in run.py
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
+    finally:
+        close_all()
 
 
 def compiler_error(error: Exception) -> str:

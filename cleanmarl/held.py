@@ -4,7 +4,7 @@ import pickle
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from cleanmarl.checkpoint import check_kinds, not_finite
 from cleanmarl.cli import UsageError, check, tell
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -83,14 +84,25 @@ class Held:
 
 
 def check_state(name: str, module: Any) -> None:
-    """UsageError if a checkpoint could not be written, or read, with its state."""
-    file = BytesIO()
+    """UsageError if a checkpoint could not be written, or read, with its state: one of each kind of thing in it."""
+    file, kinds = BytesIO(), {type(x): x for x in things_in(module.state_dict())}
     try:
-        torch.save(module.state_dict(), file)
+        torch.save([*kinds.values()], file)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(f"no checkpoint holds the state of {name}: {error}") from error
     file.seek(0)
     check_kinds(file)
+
+
+def things_in(x: Any) -> Iterator[Any]:
+    """What nested dicts, lists and tuples hold, but for tensors and arrays, which may be large."""
+    if type(x) in (dict, OrderedDict):
+        yield from things_in([*x.keys(), *x.values()])
+    elif type(x) in (list, tuple):
+        for value in x:
+            yield from things_in(value)
+    elif not isinstance(x, torch.Tensor | np.ndarray):
+        yield x
 
 
 def not_held(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) -> list[torch.Tensor]:
@@ -128,21 +140,24 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
 def learned_twice(modules: dict[str, Any]) -> list[str]:
     """The names of parameters that more than one of the optimizers has."""
     optimizers = [module for module in modules.values() if isinstance(module, torch.optim.Optimizer)]
-    times = Counter(storage for optimizer in optimizers for storage in storages(optimizer))
+    times = Counter(place for optimizer in optimizers for place in places(optimizer))
+    twice = [place for place, number in times.items() if number > 1]
     networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
     named = {f"{name}.{key}": p for name, network in networks.items() for key, p in network.named_parameters()}
-    return [name for name, p in named.items() if times[p.untyped_storage().data_ptr()] > 1]
+    return [name for name, p in named.items() if any(0 <= place - p.data_ptr() < p.nbytes for place in twice)]
 
 
-def storages(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Where its parameters lie: views, as of Networks, share that of a stack."""
-    return {p.untyped_storage().data_ptr() for group in optimizer.param_groups for p in group["params"]}
+def places(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Where its parameters begin; of a stack, as in Networks, those of each network by themselves."""
+    return {p.data_ptr() for group in optimizer.param_groups for p in group["params"] if p.numel()}
 
 
 def unlearned(modules: dict[str, Any]) -> list[str]:
     """The names of parameters that no optimizer has, of modules of which one has others, but for frozen ones."""
     optimizers = (module for module in modules.values() if isinstance(module, torch.optim.Optimizer))
-    learned, names = {storage for optimizer in optimizers for storage in storages(optimizer)}, []
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    learned = {p.untyped_storage().data_ptr() for group in groups for p in group["params"]}  # or views, as of Networks
+    names = []
     for name, module in modules.items():
         parameters = dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
         has = {key: p.untyped_storage().data_ptr() in learned for key, p in parameters.items()}
@@ -157,9 +172,10 @@ def without_gradient(optimizer: torch.optim.Optimizer, modules: dict[str, Any]) 
     if not any(p in optimizer.state for p in parameters):  # plain gradient descent remembers nothing
         return []
     storage = {p: p.untyped_storage().data_ptr() for p in parameters}  # views, as of Networks, share that of a stack
-    missing = {*storage.values()} - {x for p, x in storage.items() if p in optimizer.state}
     others = (x for x in modules.values() if isinstance(x, torch.optim.Optimizer) and x is not optimizer)
-    missing = missing.difference(*map(storages, others))  # these may learn it
+    elsewhere = {place for other in others for place in places(other)}
+    learned = {x for p, x in storage.items() if p in optimizer.state or p.data_ptr() in elsewhere}
+    missing = {*storage.values()} - learned
     networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
     named = [(f"{name}.{key}", p) for name, network in networks.items() for key, p in network.named_parameters()]
     return [name for name, p in named if p.requires_grad and p.untyped_storage().data_ptr() in missing]

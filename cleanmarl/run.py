@@ -264,17 +264,19 @@ class Run:
                 self.envs = None
                 self.save()  # of several runs in one process another one had the signal
         finally:
-            for signum, handler in getattr(self, "old_handlers", {}).items():
-                signal.signal(signum, handler)
             gc.unfreeze()
             self.held.close()
             if self.bar is not None:
                 with suppress(OSError):
                     self.bar.close()
             self.events.close()
-            if self.wandb is not None:
-                self.wandb.finish()
-            self.lock.close()
+            try:
+                if self.wandb is not None:
+                    self.wandb.finish()
+            finally:
+                self.lock.close()
+                for signum, handler in getattr(self, "old_handlers", {}).items():
+                    signal.signal(signum, handler)
 
     def _finish(self) -> None:
         self.save()

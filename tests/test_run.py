@@ -486,6 +486,18 @@ def test_parameters_of_two_optimizers_are_named(tmp_path, capfd):
     assert line.startswith("agent.rnd.weight, agent.rnd.bias: several optimizers have them and may step them; leave ")
 
 
+def test_an_optimizer_for_each_network_of_a_stack_is_no_mistake(tmp_path, capfd):
+    agent = torch.nn.ModuleDict({"actor": StackedLinear(3, 2, 1)})
+    networks = Networks(agent, 3)
+    optimizers = {f"optimizer_{m}": torch.optim.Adam(networks[m]) for m in range(3)}
+    with small_run(tmp_path, {"agent": agent, **optimizers}):
+        pass
+    assert not capfd.readouterr().err
+    with small_run(tmp_path, {"agent": agent, **optimizers, "another": torch.optim.Adam(networks[1])}):
+        pass
+    assert "agent.actor.weight, agent.actor.bias: several optimizers have them" in capfd.readouterr().err
+
+
 def test_stacked_parameters_that_no_loss_reaches_are_named_too(tmp_path, capfd):
     """Where the optimizer has a view for each network; not those of a network whose turn has not come yet."""
     agent = torch.nn.ModuleDict({name: StackedLinear(3, 2, 1) for name in ("actor", "head")})
@@ -1136,7 +1148,10 @@ def test_a_sigterm_that_comes_by_two_ways_saves(tmp_path):
         assert "run folder" in process.stdout.readline()
         while "stopping" not in process.stdout.readline():
             assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + 0.5  # in which it may have saved, and be ending
+        while process.poll() is None and time.monotonic() < end:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 143 and not err
     assert f"stopped at step {load_checkpoint(folder)['step']:,}; " in out

@@ -17,7 +17,7 @@ from toys import gone, wait_for
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 
 SIMULATED = """
-import os, pathlib, subprocess
+import os, subprocess, time
 import gymnasium as gym
 import numpy as np
 from pettingzoo import ParallelEnv
@@ -36,6 +36,8 @@ class Simulated:
         if self.sim is not None:
             self.sim.terminate()
             self.sim.wait()
+            if "CLOSE_FAILS" in os.environ and 0 < self.time < 20:
+                raise RuntimeError("the simulator does not answer")
 
 class One(Simulated, gym.Env):
     observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
@@ -46,6 +48,7 @@ class One(Simulated, gym.Env):
 
     def step(self, action):
         self.time += 1
+        time.sleep(float(os.environ.get("SECONDS", 0)))
         if self.time == 20 and "FAILS" in os.environ:
             raise RuntimeError("the simulator is out of memory")
         return np.zeros(2, np.float32), 1.0, False, self.time == 20, {}
@@ -103,6 +106,32 @@ def test_those_of_actors_end(num_actors, simulators):
     wait_for(lambda: all(map(gone, simulators())), 60)
 
 
+def test_those_of_an_actor_that_is_busy_end(simulators, monkeypatch):
+    """It is in the middle of its second unroll, which takes three seconds, when the learner has had enough."""
+    monkeypatch.setenv("SECONDS", "0.1")
+    args = impala.Args(env_id="simulated:One", num_actors=1, total_timesteps=32, unroll_length=16, **SHORT)
+    impala.main(args)
+    assert simulators()
+    wait_for(lambda: all(map(gone, simulators())), 60)
+
+
+@pytest.mark.parametrize("num_actors", [0, 1])
+def test_a_close_that_fails_costs_no_run(num_actors, simulators, monkeypatch, capfd):
+    monkeypatch.setenv("CLOSE_FAILS", "")
+    args = impala.Args(env_id="simulated:One", num_actors=num_actors, total_timesteps=512, unroll_length=70, **SHORT)
+    assert (impala.main(args) / "done.json").exists() and not capfd.readouterr().err
+
+
+def test_a_close_that_fails_leaves_no_other_open(simulators, monkeypatch, capfd):
+    monkeypatch.setenv("CLOSE_FAILS", "")
+    with closing(make("pz/simulated:Two", 2, num_workers=1)) as envs:
+        _, info = envs.reset(seed=1)
+        envs.step(info["action_mask"].argmax(-1))
+        assert sum(not gone(pid) for pid in simulators()) == 2
+    wait_for(lambda: all(map(gone, simulators())), 60)
+    assert not capfd.readouterr().err
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_those_of_workers_end(num_workers, simulators):
     with closing(make("pz/simulated:Two", 2, num_workers=num_workers)) as envs:
@@ -120,11 +149,18 @@ def test_those_of_a_run_that_fails_end(simulators):
     assert len(simulators()) == 2 and all(map(gone, simulators()))
 
 
-def test_those_of_a_run_that_is_stopped_end(simulators):
-    line = [sys.executable, ippo.__file__, "--env-id", "pz/simulated:Two?num_workers=1", "--num-envs", "4"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize(
+    "script, env_id",
+    [(ppo, "simulated:One"), (ippo, "pz/simulated:Two?num_workers=1"), (impala, "simulated:One")],
+    ids=["ppo", "workers", "actors"],
+)
+def test_those_of_a_run_that_is_stopped_end(script, env_id, simulators):
+    """By Ctrl-C in a terminal, which all of the process group get: it saves, and they end with it, not before."""
+    line = [sys.executable, script.__file__, "--env-id", env_id, "--num-envs", "4"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, **pipes, process_group=0) as process:
         wait_for(lambda: len(simulators()) > 8)
-        process.terminate()
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 143 and not err
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped at step" in out and not err
     wait_for(lambda: all(map(gone, simulators())), 60)

@@ -222,6 +222,18 @@ def test_trials_are_compared_at_the_same_steps(toy):
     assert [*coarse] == [2, 4, second + 2, second + 4]
 
 
+def test_trials_without_evaluations_on_the_way_are_compared_at_their_ends(toy):
+    """The last rollouts of which end at different steps."""
+    script = SCRIPT.replace("for k in (1, 2):", 'for k in (3900 if float(arg["--x"]) > 0.8 else 3990,):')
+    about = '    (folder / "args.json").write_text(\'{"args": {"eval_interval": 0, "total_timesteps": 4000}}\')\n'
+    begin = "    with (folder"
+    (toy / "toy.py").write_text(script.replace(begin, about + begin).replace("k * float", "float"))
+    search = tune.Search(toy_args(2, num_seeds=2), [], lambda: 0)
+    search.study.enqueue_trial({"x": 0.7})
+    search.work()
+    assert [[*trial.intermediate_values] for trial in search.study.trials] == [[0, tune.RUN_PLACES]] * 2
+
+
 def test_a_trial_that_fails_counts_and_is_explained(toy, capsys):
     (toy / "broken").touch()
     tune.Search(toy_args(1), [], lambda: 0).work()

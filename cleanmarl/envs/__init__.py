@@ -23,7 +23,6 @@ Pictures keep their shape and type where a script asks for them, `make(..., pict
 """
 
 import ast
-import atexit
 import copy
 import difflib
 import functools
@@ -68,7 +67,6 @@ BATCHED_BYTES = 100  # the same where a family steps all of them at once, withou
 MADE: weakref.WeakSet = weakref.WeakSet()  # by make and make_gymnasium
 
 
-@atexit.register
 def close_all() -> None:
     """Those of a run that a signal or an error has ended: what they have started, as a simulator, ends with them."""
     for envs in list(MADE):

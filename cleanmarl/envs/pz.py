@@ -40,6 +40,7 @@ import re
 import reprlib
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from typing import Any, SupportsFloat
 
 from cleanmarl.envs import (
@@ -461,8 +462,9 @@ class Block:
         return self.envs[0].render()
 
     def close(self) -> None:
-        for env in self.envs:
-            env.close()
+        with ExitStack() as stack:  # all of them, whatever is wrong with one
+            for env in self.envs:
+                stack.callback(env.close)
 
     def begin(self, i: int, seed: int | None = None) -> None:
         """Start the next episode of environment i."""

@@ -37,6 +37,8 @@ from cleanmarl.machine import is_stopped
 
 import numpy as np
 
+END = int(signal.SIGUSR1)  # ends a process that is busy, but not before it has closed its environments
+CLOSING = 10.0  # seconds that it has for this
 SILENCE = 60.0  # seconds without a word from a process, after which one looks what is the matter
 
 
@@ -77,6 +79,7 @@ class Worker:
             # Ctrl-C is for the main process; SIG_IGN would be that of all that an environment starts, too
             "import signal; signal.signal(signal.SIGINT, lambda *_: None); "
             "signal.signal(signal.SIGTERM, signal.SIG_DFL); "
+            f"signal.signal({END}, lambda *_: sys.exit()); "
             f"from cleanmarl.envs.workers import serve; serve({theirs.fileno()}, {memory})"
         )
         self.process = subprocess.Popen(
@@ -146,14 +149,18 @@ def call(workers: list[Worker], command: str, *arguments):
 
 
 def stop(workers: list[Worker]) -> None:
-    """End all workers: the closed connection tells them; who is still busy after two seconds is killed."""
+    """End all workers: the closed connection tells them, who is busy for two more seconds a signal, then a kill."""
     for worker in workers:
         worker.connection.close()
-    end = time.monotonic() + 2
     try:
-        for worker in workers:
-            with suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0, end - time.monotonic()))
+        for seconds in (2, CLOSING):
+            end = time.monotonic() + seconds
+            for worker in workers:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(0, end - time.monotonic()))
+                    continue
+                if seconds == 2:
+                    worker.process.send_signal(END)
     finally:  # if Ctrl-C was pressed once more, at once
         for worker in workers:
             worker.process.kill()
@@ -164,7 +171,7 @@ def stop(workers: list[Worker]) -> None:
 def serve(descriptor: int, memory: int) -> None:
     """The life of a worker: answer each (command, arguments) with (EnvError or traceback or None, result)."""
     connection, block = Connection(descriptor), None
-    with suppress(EOFError, OSError):  # the main process closed its end or died, even by SIGKILL
+    try:
         while True:
             command, arguments = connection.recv()
             error = reply = None
@@ -177,5 +184,10 @@ def serve(descriptor: int, memory: int) -> None:
             except Exception as raised:
                 error = raised if isinstance(raised, EnvError) else traceback.format_exc()
             connection.send((error, reply))
-    if block is not None:
-        block.close()  # and what the environments have started
+    except (EOFError, OSError):
+        pass  # the main process closed its end or died, even by SIGKILL
+    finally:
+        signal.signal(END, signal.SIG_IGN)
+        if block is not None:
+            with suppress(Exception):  # a simulator that has failed does once more
+                block.close()
