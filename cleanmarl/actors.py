@@ -308,6 +308,7 @@ class Actors:
                     process.join(max(0, end - time.monotonic()))
                     if seconds == 2 and process.is_alive():
                         os.kill(process.pid, workers.END)
+                        os.kill(process.pid, signal.SIGCONT)  # or one that is stopped would not hear of it
         finally:  # if Ctrl-C was pressed once more, at once: Python would wait for them at its exit
             for process in self.processes:
                 process.kill()

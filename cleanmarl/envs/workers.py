@@ -161,6 +161,7 @@ def stop(workers: list[Worker]) -> None:
                     continue
                 if seconds == 2:
                     worker.process.send_signal(END)
+                    worker.process.send_signal(signal.SIGCONT)  # or one that is stopped would not hear of it
     finally:  # if Ctrl-C was pressed once more, at once
         for worker in workers:
             worker.process.kill()
