@@ -236,7 +236,7 @@ def read_runs(paths: list[Path], metrics: list[str], unfinished: bool = False) -
         if len(found) > 1:
             print(f"one curve of {len(found)} {what}: {curve}", file=sys.stderr)
     if not tables:
-        raise UsageError(f"no finished run with {metrics[0]} in {', '.join(map(str, paths))}")
+        raise UsageError(f"no finished run with {metrics[0]} in {', '.join(map(str, paths)) or 'no folder'}")
     return pd.concat(tables, ignore_index=True)
 
 

@@ -190,7 +190,7 @@ class Trial:
                 if stops():
                     return "interrupted"
                 if not is_told:
-                    print(f"{self}: another program runs it, which is waited for: {self.log}", flush=True)
+                    say(f"{self}: another program runs it, which is waited for: {self.log}\n")
                     is_told = True
                 time.sleep(0.1)
             entry = read_manifest(self.runs_dir).get(self.key, {})
@@ -281,6 +281,14 @@ def write_manifest(runs_dir: Path, key: str, entry: dict) -> None:
         path.with_suffix(".tmp").replace(path)
 
 
+def say(text: str) -> None:
+    """Print. If nobody reads it any more, as after `| head`, the trials go on all the same."""
+    try:
+        print(text, end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Progress:
     """One line for the whole grid. On a terminal it stays in its place; elsewhere it follows each trial that ends."""
 
@@ -295,15 +303,15 @@ class Progress:
         after = "" if seconds is None else f" after {timedelta(seconds=round(seconds))}"
         text = f"{trial}: {outcome}{after}, {trial.folder()}"
         if not self.is_terminal or outcome == "failed":
-            print(f"{self._clear()}{text} | {self.line()}", flush=True)
+            say(f"{self._clear()}{text} | {self.line()}\n")
         if outcome == "failed":
-            print(f"    the end of {trial.log}:\n{trial.tail()}", end="", flush=True)
+            say(f"    the end of {trial.log}:\n{trial.tail()}")
 
     def show(self) -> None:
         if self.is_terminal and time.time() - self.shown > 1:
             self.shown = time.time()
             line = self.line()[: shutil.get_terminal_size().columns - 1]  # of a second row nothing would be cleared
-            print(f"{self._clear()}{line}", end="", flush=True)
+            say(f"{self._clear()}{line}")
 
     def line(self) -> str:
         manifest = read_manifest(self.trials[0].runs_dir)
@@ -395,9 +403,9 @@ def run_all(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
             if trial.state() == "finished":
                 progress.outcomes[trial.key], progress.skipped = "finished", progress.skipped + 1
                 if diff := trial.other_version():
-                    print(f"{trial}: finished before by another version of the script ({diff}); skipped", flush=True)
+                    say(f"{trial}: finished before by another version of the script ({diff}); skipped\n")
                 else:
-                    print(f"{trial}: finished before, skipped: {trial.folder()}", flush=True)
+                    say(f"{trial}: finished before, skipped: {trial.folder()}\n")
             else:
                 pending[submit(index, trial)] = trial
         while pending:
@@ -410,7 +418,7 @@ def run_all(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
             time.sleep(0.1)
     ended = list(progress.outcomes.values())
     manifest = args.runs_dir / "manifest.json"
-    print(f"{progress._clear()}{ended.count('finished')} of {len(trials)} trials finished; {manifest}", flush=True)
+    say(f"{progress._clear()}{ended.count('finished')} of {len(trials)} trials finished; {manifest}\n")
     if signals:
         return 128 + signals[0]
     return 0 if ended.count("finished") == len(trials) else 1

@@ -32,7 +32,9 @@ def say(text: str) -> None:
     """Print, and end quietly if the reader has seen enough: `cleanmarl list | head -1`."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except UnicodeEncodeError:  # the locale does not have all letters
+        say(text.encode("ascii", "backslashreplace").decode())
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
 
 

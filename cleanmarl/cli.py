@@ -132,8 +132,11 @@ class RunArgs:
     """Weights & Biases team"""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):  # a number of NumPy's, as of np.linspace
+                setattr(self, name, value.item())
         check_ranges(self)
-        check(self.runs_dir.strip() != "", "--runs-dir is empty; the folder of now is --runs-dir .")
+        check(str(self.runs_dir).strip() != "", "--runs-dir is empty; the folder of now is --runs-dir .")
 
 
 @dataclass
@@ -178,16 +181,33 @@ def check_ranges(args: Any) -> None:
 
 
 def check_range(name: str, value: Any, hint: Any) -> None:
-    """Raise UsageError if a number, or one in a tuple or list, is not finite or outside the limits of its type hint."""
+    """Raise UsageError for what is no number, or one outside the limits of its type hint; also in a tuple or list."""
     if isinstance(value, tuple | list):
         for element in value:
             check_range(name, element, hint)
+        return
+    kinds = plain_types(hint)
+    if kinds & {int, float} and not isinstance(value, tuple(kinds | {int})):  # a float may be given as an integer
+        raise UsageError(f"{name} must be {'a number' if float in kinds else 'an integer'}, not {value!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     low, left, high, right = interval(hint)
     inside = (low < value or (value == low and left == "[")) and (value < high or (value == high and right == "]"))
     wanted = range_text(hint) if high < math.inf or right == "]" or math.isfinite(value) else "finite"
     check(inside, f"{name} must be {wanted}, not {value}")
+
+
+def plain_types(hint: Any) -> set[type]:
+    """The types in a type hint: {float, NoneType} for UnitFloat | None, {int} for tuple[PositiveInt, ...]."""
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        return plain_types(hint.__origin__)
+    if origin is typing.Literal:
+        return {type(x) for x in typing.get_args(hint)}
+    if origin in (tuple, list, typing.Union, types.UnionType):
+        return set().union(*(plain_types(x) for x in typing.get_args(hint) if x is not ...))
+    kind = origin or hint
+    return {kind} if isinstance(kind, type) else set()
 
 
 def interval(hint: Any) -> tuple[float, str, float, str]:
@@ -383,7 +403,7 @@ def show_help(args_class: Any) -> None:
             tyro.cli(grouped, args=["--help"], description=first_line, config=[tyro.conf.OmitArgPrefixes])
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # of `| head`, which has seen enough
+    except OSError:  # of `| head`, which has seen enough, or a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 

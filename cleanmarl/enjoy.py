@@ -186,14 +186,14 @@ def main(args: Args) -> dict[str, float]:
     mean, std, length = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"], metrics["eval/ep_length"]
     name = Path(str(policy.script.__file__)).stem
     hint = "" if args.greedy else "; --greedy plays the most probable actions"
-    print(f"{policy.args.env_id}, {name} at step {policy.step:,}, {args.episodes} episodes{hint}")
+    tell(f"{policy.args.env_id}, {name} at step {policy.step:,}, {args.episodes} episodes{hint}")
     tell(f"return {mean:.2f} ± {std:.2f}, length {length:.1f}")
     for key, value in metrics.items():
         if key.startswith(("eval/ep_reward_agent", "eval/battle_won")):
-            print(f"  {key.removeprefix('eval/')} {value:.2f}")
+            tell(f"  {key.removeprefix('eval/')} {value:.2f}")
     if args.video:
         save_video(frames, args.video, fps)
-        print(f"video: {args.video}")
+        tell(f"video: {args.video}")
     return metrics
 
 

@@ -603,6 +603,8 @@ def _login() -> Any:
         wandb.login()
     except wandb.Error as error:
         raise UsageError(f"--track: {_cause(error)} (WANDB_MODE=offline needs no login)") from error
+    except ValueError as error:  # of what WANDB_MODE, WANDB_BASE_URL and others say
+        raise UsageError(f"--track: {' '.join(str(error).split())[:200]}") from error
     return wandb
 
 

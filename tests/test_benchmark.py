@@ -162,6 +162,14 @@ def test_the_line_of_progress_is_no_wider_than_the_terminal(toy):
     assert max(map(len, lines)) == 19, lines
 
 
+def test_trials_go_on_when_nobody_reads_what_is_said_of_them(toy):
+    argv = [sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "2"]
+    runner = subprocess.Popen(argv, cwd=toy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    runner.stdout.close()
+    assert runner.stderr.read() == "" and runner.wait(60) == 0 and len(folders(toy)) == 2
+    runner.stderr.close()
+
+
 def test_a_grid_is_known_from_another_folder_and_after_it_has_moved(toy):
     (toy / "slow").touch()
     runner = subprocess.Popen([sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "1"], cwd=toy)

@@ -77,6 +77,28 @@ def test_the_ends_of_ranges_are_as_declared():
     assert args.gamma == (0.0, 1.0) and args.target_kl is None and args.eval_episodes == 0
 
 
+@pytest.mark.parametrize(
+    "wish, line",
+    [
+        ({"gamma": np.float32(1.5)}, "--gamma must be in [0, 1], not 1.5"),
+        ({"torch_threads": np.int64(0)}, "--torch-threads must be greater than 0, not 0"),
+        ({"eval_episodes": 20.0}, "--eval-episodes must be an integer, not 20.0"),
+        ({"torch_threads": None}, "--torch-threads must be an integer, not None"),
+        ({"gamma": "0.5"}, "--gamma must be a number, not '0.5'"),
+        ({"gamma": (0.5, None)}, "--gamma must be a number, not None"),
+    ],
+)
+def test_what_python_may_give_is_checked_too(wish, line):
+    with pytest.raises(UsageError) as error:
+        Args(**wish)
+    assert str(error.value) == line
+
+
+def test_numbers_of_numpy_and_paths_are_as_good_as_pythons(tmp_path):
+    args = Args(seed=np.int64(3), gamma=np.float64(0.5), target_kl=np.float32(0.25), polyak=1, runs_dir=tmp_path)
+    assert [type(x) for x in (args.seed, args.gamma, args.target_kl)] == [int, float, float] and args.target_kl == 0.25
+
+
 BOUNDS = {Gt: lambda x, b: x > b, Ge: lambda x, b: x >= b, Lt: lambda x, b: x < b, Le: lambda x, b: x <= b}
 
 

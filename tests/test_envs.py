@@ -360,10 +360,16 @@ def test_what_is_said_of_rewards_and_deaths_holds(env_id, options, N, steps, tea
 def test_rware_says_whose_the_reward_is():
     from rware.warehouse import RewardType
 
-    for reward_type in RewardType:
-        envs = make("rware/rware-tiny-2ag-v2", 1, reward_type=reward_type)
-        assert (envs.team_reward, envs.may_die) == (reward_type == RewardType.GLOBAL, False)
-        envs.close()
+    for kind in RewardType:
+        for envs in (
+            make("rware/rware-tiny-2ag-v2", 1, reward_type=kind),
+            make(f"rware/rware-tiny-2ag-v2?reward_type={kind.name}", 1),
+        ):
+            assert (envs.team_reward, envs.may_die) == (kind == RewardType.GLOBAL, False)
+            envs.close()
+    for kind in (1, "TEAM"):
+        with pytest.raises(EnvError, match=f"reward_type must be one of GLOBAL, .*, not {kind!r}"):
+            make(f"rware/rware-tiny-2ag-v2?reward_type={kind}", 1)
 
 
 # what a script needs
@@ -677,6 +683,14 @@ def test_environments_of_neighbouring_seeds_differ():
             {"action_space": gym.spaces.Box(0, 1, (2,))},
             "this script needs Discrete actions and Spaces-v0 has Box(0.0, 1.0, (2,), float32); "
             "try a ..._continuous_action.py",
+        ),
+        (
+            {"discrete": True},
+            {
+                "action_space": gym.spaces.Box(0, 1, (2,)),
+                "observation_space": gym.spaces.Box(0, 255, (9, 9, 3), np.uint8),
+            },
+            "this script needs Discrete actions and Spaces-v0 has Box(0.0, 1.0, (2,), float32)",  # and none fits
         ),
         (
             {"discrete": True},

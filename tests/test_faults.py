@@ -949,6 +949,15 @@ class LoginOnly(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def test_a_tracker_that_is_told_nonsense_is_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "off")
+    line = "--track: 1 validation error for Settings mode Input should be 'online', 'offline'"
+    with pytest.raises(UsageError, match=line):
+        ppo.main(ppo.Args(track=True, total_timesteps=512, runs_dir=str(tmp_path / "runs")))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_tracker_that_fails_after_the_login_leaves_no_folder(tmp_path):
     pytest.importorskip("wandb")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), LoginOnly) as server:

@@ -78,6 +78,20 @@ def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
     listing.stderr.close()
 
 
+def test_a_terminal_that_has_not_all_letters_gets_the_list(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    result = cleanmarl("list")
+    assert result.returncode == 0 and "Onta\\xf1" in result.stdout and "vdn_lstm" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["-m cleanmarl list", "-m cleanmarl.ppo --help"])
+def test_a_full_disk_is_no_error_of_the_front(command):
+    with Path("/dev/full").open("w") as full:
+        line = [sys.executable, *command.split()]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_help():
     for argv in ([], ["--help"]):
         assert "cleanmarl train SCRIPT" in cleanmarl(*argv).stdout

@@ -542,7 +542,9 @@ def check_action_space(env: gym.Env, env_id: str, discrete: bool) -> gym.Env:
     space = env.action_space
     if discrete:
         if not isinstance(space, gym.spaces.Discrete):
-            raise EnvError(f"this script needs Discrete actions and {env_id} has {space}{other_script(space)}")
+            sees_pictures = len(env.observation_space.shape or ()) > 1  # for which only scripts of Discrete actions are
+            hint = "" if sees_pictures else other_script(space)
+            raise EnvError(f"this script needs Discrete actions and {env_id} has {space}{hint}")
         if space.start != 0:
             raise EnvError(f"this script needs actions counted from 0 and {env_id} has {space}")
     elif not is_vector(space):

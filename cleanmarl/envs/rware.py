@@ -19,6 +19,7 @@ Papoudakis et al. 2021, "Benchmarking multi-agent deep reinforcement learning al
 sum over agents.
 """
 
+import importlib
 from typing import ClassVar
 
 from cleanmarl.envs import EnvError, building, draw, unknown_name
@@ -51,6 +52,11 @@ def package_env(name: str, **options):
     need("rware", "rware")
     if name not in gym.registry or not name.startswith("rware-"):
         raise unknown_name(f"rware/{name}", known_names())
+    if isinstance(kind := options.get("reward_type"), int | str):  # as an id has it
+        kinds = importlib.import_module("rware.warehouse").RewardType.__members__
+        if kind not in kinds:
+            raise EnvError(f"rware/{name}: reward_type must be one of {', '.join(kinds)}, not {kind!r}")
+        options = {**options, "reward_type": kinds[kind]}
     return construct(name, options)
 
 
