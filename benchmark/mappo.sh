@@ -35,16 +35,13 @@ for script in mappo coppo; do # states hold coordinates up to 32
     run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 done
 run ippo 3 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
-for map in 3s5z 5m_vs_6m; do
-    run ippo 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
-done
+run ippo 1 smax/3s5z runs/mappo_smax_3s5z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
+run ippo 2 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 for script in mappo coppo; do
     run $script 3 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
-    for map in 3s5z 5m_vs_6m; do
-        run $script 1 smax/$map runs/mappo_smax_$map --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
-    done
+    run $script 1 smax/3s5z runs/mappo_smax_3s5z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
+    run $script 2 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 done
-run mappo 2 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 run mappo 1 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state --ent-coef 0.01
 # with the bootstrap at the time limit half of the teams learn to run away
 run mappo 1 smax/3m runs/mappo_smax_bootstrap --total-timesteps 10000000 "${battles[@]}"
@@ -108,9 +105,9 @@ done
 run coppo_lstm 1 mpe/simple_spread_v3 runs/mappo_lstm_spread_long --total-timesteps 5000000 --num-envs 128 --num-steps 25 \
     --gamma 0.95 --num-minibatches 4 --gae-lambda 0.95 --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4
 for script in mappo_lstm ippo_lstm; do
-    run $script 1 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener_long --total-timesteps 2000000
+    run $script 3 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener_long --total-timesteps 2000000
 done
-run coppo_lstm 1 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener_long --total-timesteps 2000000 --num-envs 128 --num-steps 25 \
+run coppo_lstm 3 mpe/simple_speaker_listener_v4 runs/mappo_lstm_listener_long --total-timesteps 2000000 --num-envs 128 --num-steps 25 \
     --gamma 0.95 --num-minibatches 4 --gae-lambda 0.95 --optimizer adam --learning-rate 7e-4 --critic-learning-rate 7e-4
 recurrent 3 mpe/simple_reference_v3 runs/mappo_lstm_reference
 recurrent 3 mpe/simple_tag_v3 runs/mappo_lstm_tag --no-share-parameters
