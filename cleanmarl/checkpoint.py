@@ -48,7 +48,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 def check_kinds(file: Path | BytesIO) -> None:
     """UsageError if torch.save wrote what nobody could read."""
     with torch.serialization.safe_globals(NUMPY):
-        strange = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        strange = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
     message = f"no checkpoint holds a {strange}: a state is numbers, text, tensors and arrays, in dicts and lists"
     check(not strange, message)
 

@@ -729,7 +729,7 @@ def test_a_checkpoint_that_nobody_could_read_is_not_written(tmp_path):
 @pytest.mark.parametrize(
     "value, line",
     [
-        (defaultdict(int), "^no checkpoint holds a collections.defaultdict, builtins.int: a state is numbers"),
+        (defaultdict(int), "^no checkpoint holds a builtins.int, collections.defaultdict: a state is numbers"),
         (lambda x: x, "^no checkpoint holds the state of counter: Can't pickle <function"),
     ],
 )
