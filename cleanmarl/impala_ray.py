@@ -12,6 +12,7 @@ its actors, saves and evaluates.
 Paper: Espeholt et al. 2018 (arXiv:1802.01561). Needs the package ray; every machine needs this one.
 """
 
+import io
 import math
 import os
 import signal
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Literal
 
 from cleanmarl.actors import RayActors, check_unrolls_size, connect
-from cleanmarl.checkpoint import of_each
 from cleanmarl.cli import NonNegativeFloat, PositiveFloat, PositiveInt, RunArgs, UnitFloat, check, launch, set_up
 from cleanmarl.envs import make_gymnasium
 from cleanmarl.layers import as_numpy
@@ -293,11 +293,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, unrolls: np.ndarray, 
     return {f"train/{name}": torch.stack([stats[name] for stats in all_stats]).mean() for name in all_stats[0]}
 
 
-def to_cpu(x):
-    """Off the first process's GPU, on which all others would unpickle it."""
-    return x.cpu() if isinstance(x, torch.Tensor) else x
-
-
 class Follower:
     """Where the first learner has a Run, the others have this: it counts steps, and does nothing else."""
 
@@ -341,10 +336,13 @@ def main(args: Args) -> Path | None:
     kept = {"agent": agent, "optimizer": optimizer}  # in checkpoints, and the same for all learners after a resume
     with Run(args, __file__, **kept) if rank == 0 else Follower() as run:
         if world_size > 1:  # what the first learner has resumed
-            states = [run.step, *(of_each(to_cpu, x.state_dict()) for x in kept.values())]
-            dist.broadcast_object_list(states, device=device)
-            run.step = states[0]
-            for x, state in zip(kept.values(), states[1:]):
+            file = io.BytesIO()
+            torch.save([run.step, *(x.state_dict() for x in kept.values())], file)
+            sent = [file.getvalue()]
+            dist.broadcast_object_list(sent, device=device)
+            # by way of the CPU: unpickled as they are, all would lie on the first GPU
+            run.step, *states = torch.load(io.BytesIO(sent[0]), map_location="cpu", weights_only=False)
+            for x, state in zip(kept.values(), states):
                 x.load_state_dict(state)
         with RayActors(ray, Player, args, agent, dtype, run.step, rank, world_size) as actors:
             gathered = np.zeros(0, dtype)  # not learned from yet

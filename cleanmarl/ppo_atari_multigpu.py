@@ -19,6 +19,7 @@ Papers: Schulman et al. 2017 (arXiv:1707.06347); Huang et al. 2022, the 37 imple
 Tags such as `detail core-5` name the details; docs/details.md lists them with the tests that prove them.
 """
 
+import io
 import os
 import signal
 import sys
@@ -27,7 +28,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from cleanmarl.checkpoint import of_each
 from cleanmarl.cli import NonNegativeFloat, OnPolicyArgs, PositiveFloat, PositiveInt, UnitFloat, check, launch, set_up
 from cleanmarl.envs.pool import EnvPool, envpool_spec
 from cleanmarl.layers import Bf16, compilable, use_bf16
@@ -315,11 +315,6 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: Batch, clip_co
     return metrics
 
 
-def to_cpu(x):
-    """Off the first process's GPU, on which all others would unpickle it."""
-    return x.cpu() if isinstance(x, torch.Tensor) else x
-
-
 class Follower:
     """Where the first process has a Run, the others have this: it counts steps, and does nothing else."""
 
@@ -372,10 +367,13 @@ def main(args: Args) -> Path | None:
     kept = {"agent": agent, "optimizer": optimizer}  # in checkpoints, and the same in all processes after a resume
     with Run(args, __file__, **kept) if rank == 0 else Follower() as run:
         if world_size > 1:  # what the first process has resumed
-            states = [run.step, *(of_each(to_cpu, x.state_dict()) for x in kept.values())]
-            dist.broadcast_object_list(states, device=device)
-            run.step = states[0]
-            for x, state in zip(kept.values(), states[1:]):
+            file = io.BytesIO()
+            torch.save([run.step, *(x.state_dict() for x in kept.values())], file)
+            sent = [file.getvalue()]
+            dist.broadcast_object_list(sent, device=device)
+            # by way of the CPU: unpickled as they are, all would lie on the first GPU
+            run.step, *states = torch.load(io.BytesIO(sent[0]), map_location="cpu", weights_only=False)
+            for x, state in zip(kept.values(), states):
                 x.load_state_dict(state)
         seed = args.seed + run.step + rank * 2**32  # no other run, of whatever seed, has it
         if rank > 0:
