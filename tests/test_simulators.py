@@ -49,6 +49,8 @@ class One(Simulated, gym.Env):
     def step(self, action):
         self.time += 1
         time.sleep(float(os.environ.get("SECONDS", 0)))
+        if "WATCHED" in os.environ and self.sim.poll() is not None:
+            raise RuntimeError("somebody has ended the simulator")
         if self.time == 20 and "FAILS" in os.environ:
             raise RuntimeError("the simulator is out of memory")
         return np.zeros(2, np.float32), 1.0, False, self.time == 20, {}
@@ -69,6 +71,8 @@ class Two(Simulated, ParallelEnv):
 
     def step(self, actions):
         self.time += 1
+        if "WATCHED" in os.environ and self.sim.poll() is not None:
+            raise RuntimeError("somebody has ended the simulator")
         is_over, agents = self.time == 20, self.agents
         self.agents = [] if is_over else agents
         each = np.zeros(2, np.float32), 1.0, False, is_over, {}
@@ -154,8 +158,13 @@ def test_those_of_a_run_that_fails_end(simulators):
     [(ppo, "simulated:One"), (ippo, "pz/simulated:Two?num_workers=1"), (impala, "simulated:One")],
     ids=["ppo", "workers", "actors"],
 )
-def test_those_of_a_run_that_is_stopped_end(script, env_id, simulators):
-    """By Ctrl-C in a terminal, which all of the process group get: it saves, and they end with it, not before."""
+def test_those_of_a_run_that_is_stopped_end(script, env_id, simulators, monkeypatch):
+    """By Ctrl-C in a terminal, which all of the process group get: it saves, and they end with it.
+
+    Not before, where they are in other processes, which are in a group of their own.
+    """
+    if script is not ppo:
+        monkeypatch.setenv("WATCHED", "")
     line = [sys.executable, script.__file__, "--env-id", env_id, "--num-envs", "4"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, **pipes, process_group=0) as process:
