@@ -165,6 +165,8 @@ def test_those_of_a_run_that_is_stopped_end(script, env_id, simulators, monkeypa
     """
     if script is not ppo:
         monkeypatch.setenv("WATCHED", "")
+    if script is impala:
+        monkeypatch.setenv("SECONDS", "0.02")  # so that the learner waits for the actor, and hears if it fails
     line = [sys.executable, script.__file__, "--env-id", env_id, "--num-envs", "4"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, **pipes, process_group=0) as process:
