@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What the pages of coppo, coppo_lstm and coma report, but for COMA's simple_spread (baselines.sh): matrix games, then
-# StarCraft-like battles. SMAX needs packages of its own: see docs/environments.md. Finished trials are skipped.
+# What the pages of coppo, coppo_lstm and coma report of matrix games and of StarCraft-like battles with rollouts of 32
+# environments; mappo.sh and baselines.sh have the rest. SMAX needs packages of its own: see docs/environments.md.
+# Finished trials are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-2}
