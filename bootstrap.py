@@ -23,7 +23,7 @@ import tomllib  # new in Python 3.11
 ROOT = Path(__file__).resolve().parent
 VENV = Path(os.path.normpath(ROOT / os.environ.get("VENV", ".venv")))  # as sys.prefix is; a link stays one
 STAMP = VENV / "cleanmarl.json"
-PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+PYTHON = VENV / "bin/python"
 CUDA = ("nvidia-", "cuda-", "triton")  # torch asks for these itself where its build needs them
 
 

@@ -384,7 +384,7 @@ def on_ray(args: Args, flags: list[str], stops: Callable[[], int]) -> Iterator[C
                     break
             try:
                 return ray.get(ref)
-            except (ray.exceptions.RayError, ray.exceptions.TaskCancelledError):
+            except ray.exceptions.RayError:
                 return "interrupted" if stops() else "failed"
 
         yield lambda index, trial: pool.submit(wait, index, trial)

@@ -60,12 +60,7 @@ def agents(steps: int, repeats: int) -> pd.DataFrame:
 
 def microseconds(command: str, steps: int, seed: int) -> float:
     """CPU time of a step: what a run takes longer than one of a quarter of its steps."""
-    taken = []
-    for n in (steps // 4, steps):
-        with tempfile.TemporaryDirectory() as tmp:
-            _, cpu = speed.run(speed.to_argv(command, steps=n, seed=seed, tmp=tmp))
-            taken.append(cpu)
-    return round(1e6 * (taken[1] - taken[0]) / (steps - steps // 4), 1)
+    return round(1e6 / speed.measure(command, steps, 0.25, seed)["CPU-second"], 1)
 
 
 def actors(steps: int, repeats: int) -> pd.DataFrame:

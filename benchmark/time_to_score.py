@@ -11,10 +11,8 @@ budget was too short.
 """
 
 import csv
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+import speed
 import tyro
 from speed import machine, refuse, to_argv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -174,22 +173,10 @@ def smooth(points: list[Point]) -> list[Point]:
 
 def run(by: Contestant, peers: Path, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """One run, as a row of the table and as its curve."""
-    with tempfile.TemporaryDirectory() as tmp, tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryDirectory() as tmp:
         argv = to_argv(by.command, seed=seed, tmp=tmp, peers=peers.resolve())
         start = time.time()
-        env = {"OMP_NUM_THREADS": "1", "PEERS_PYTHON": sys.executable, **os.environ}
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        wall, cpu = time.time() - start, usage.ru_utime + usage.ru_stime
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            log.seek(0)
-            sys.exit(f"status {process.returncode} from: {shlex.join(argv)}\n{log.read().decode()[-2000:]}")
+        wall, cpu = speed.run(argv)
         points = smooth(read_points(Path(tmp), by, start, cpu / wall))
     if not points:
         sys.exit(f"time_to_score: fewer than a hundred episodes, of which a score is the mean: {shlex.join(argv)}")

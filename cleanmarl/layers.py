@@ -548,7 +548,7 @@ def compile_losses(wanted: bool, device: torch.device) -> None:
         try:
             torch.compile(torch.sin, options=OPTIONS)(torch.ones(8, device=device))
         except Exception as error:  # of whatever part: Dynamo, Inductor, Triton, the compiler
-            raise CompileError(next(line for line in str(error).splitlines() if line.strip())) from error
+            raise CompileError(next((x for x in str(error).splitlines() if x.strip()), type(error).__name__)) from error
     Compilation.wanted, Compilation.device = wanted, device
 
 

@@ -106,6 +106,7 @@ def refused(tmp_path, monkeypatch, capfd):
         ("ppo", "--env-id no_such_package:Game-v0", "no_such_package:Game-v0: there is no module no_such_package"),
         ("ippo", "--env-id mpe/simple_sprad_v3", "did you mean mpe/simple_spread_v3"),
         ("ippo", "--env-id pz/mpe2/simple_sprad_v3", "did you mean pz/mpe2/simple_spread_v3"),
+        ("ippo", "--env-id mpe/simple_spread_v3?N={[]:1}", "mpe/simple_spread_v3: N must be an integer"),
         ("ippo", "--env-id mpe/simple_spread_v3?N", "the options of an id are name=value, joined by &"),
         ("ippo", "--env-id mpe/simple_spread_v3?", "the options of an id are name=value, joined by &"),
         ("ippo", "--env-id mpe/simple_spread_v3?N=3&N=4", "an option can be given once"),
@@ -145,6 +146,7 @@ def refused(tmp_path, monkeypatch, capfd):
         ("ppo", "--device nonsense", "--device nonsense is not there"),
         ("ippo", "--device cuda:63", "--device cuda:63 is not there"),
         ("ppo", "--device xpu", "--device xpu is not there"),
+        ("ppo", "--device hpu", "--device hpu is not there"),  # which torch has no module for
         # other runs
         ("ppo", "--resume nowhere", "nowhere is not a run folder"),
     ],

@@ -209,7 +209,7 @@ def check_actions(env_id: str, agents: tuple[str, ...], action, mask: np.ndarray
     return action.astype(np.int64, copy=False)
 
 
-def env_seeds(seed: int, num_envs: int) -> list[int]:
+def env_seeds(seed: int | None, num_envs: int) -> list[int]:
     """One independent seed per environment; environment i gets the same one whatever `num_envs` is."""
     return [int(s) for s in np.random.SeedSequence(seed).generate_state(num_envs)]
 
@@ -296,7 +296,7 @@ def _literal(text: str) -> Any:
     """5, 0.5, True, None as Python reads them, true and false too, anything else as text."""
     try:
         return ast.literal_eval(text.title() if text in ("true", "false") else text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):  # the last: {[]: 1}
         return text
 
 

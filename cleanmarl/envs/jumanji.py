@@ -130,9 +130,7 @@ class JumanjiVectorEnv(MultiAgentVectorEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         """Start an episode everywhere; without a seed, each environment's sequence of episodes goes on."""
-        if seed is None and self.pool is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
-        if seed is not None:  # envpool takes seeds only when it is built, which takes milliseconds
+        if seed is not None or self.pool is None:  # envpool takes seeds only when it is built, which takes milliseconds
             self.close_extras()
             self.pool = self.new_pool(seed=[s % 2**31 for s in env_seeds(seed, self.num_envs)])
         raw, _ = self.pool.reset()

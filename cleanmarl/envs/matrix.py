@@ -84,8 +84,6 @@ def make(
         raise unknown_name(f"matrix/{name}", TABLES)
     if render_mode is not None:
         raise EnvError(f"matrix/{name} has no pictures: leave out render_mode")
-    if not isinstance(max_cycles, int) or max_cycles < 1:
-        raise EnvError(f"matrix/{name}: max_cycles must be an integer of at least 1, not {max_cycles!r}")
     known = {"k"} if name == "penalty-2p" else set()
     if wrong := options.keys() - known:
         raise EnvError(f"matrix/{name} has no option {min(wrong)!r}; it has {', '.join(['max_cycles', *known])}")

@@ -128,7 +128,6 @@ class ParticleEnv(MultiAgentVectorEnv):
         continuous_actions: bool = False,
         render_mode: str | None = None,
     ):
-        check_count(self.name, "max_cycles", max_cycles, 1)
         if render_mode not in (None, "rgb_array"):
             raise EnvError(f"mpe/{self.name}: render_mode must be None or 'rgb_array', not {render_mode!r}")
         self.max_cycles = self.time_limit = max_cycles
@@ -767,7 +766,7 @@ SCENARIOS = {
 def check_count(name: str, option: str, value, least: int) -> None:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
         raise EnvError(f"mpe/{name}: {option} must be an integer of at least {least}, not {value!r}")
-    if option not in ("max_cycles", "num_envs"):
+    if option != "num_envs":
         check_memory(f"mpe/{name}: {option}={value}", 1000.0 * value)  # a Python object each
 
 

@@ -79,9 +79,7 @@ class PgxVectorEnv(MultiAgentVectorEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         """Begin a game everywhere; without a seed, each environment's sequence of games goes on."""
-        if seed is None and not self.pools:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
-        if seed is not None:  # envpool takes seeds only when it is built
+        if seed is not None or not self.pools:  # envpool takes seeds only when it is built
             self.close_extras()
             self.pools = [self.new_pool(seed=[s % 2**31]) for s in env_seeds(seed, self.num_envs)]
         for n, pool in enumerate(self.pools):

@@ -70,9 +70,7 @@ class EnvPool(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         """Start an episode everywhere; without a seed, each environment's sequence of episodes goes on."""
-        if seed is None and self.pool is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
-        if seed is not None:  # envpool takes seeds only when it is built
+        if seed is not None or self.pool is None:  # envpool takes seeds only when it is built
             self.close_extras()
             try:
                 self.pool = self.new_pool(seed=[s % 2**31 for s in env_seeds(seed, self.num_envs)])

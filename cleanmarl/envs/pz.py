@@ -49,6 +49,7 @@ from cleanmarl.envs import (
     MultiAgentVectorEnv,
     building,
     called,
+    check_memory,
     env_seeds,
     import_own,
     is_picture,
@@ -57,7 +58,7 @@ from cleanmarl.envs import (
     unknown_name,
 )
 from cleanmarl.envs.workers import Worker, call, new_memory, share, stop
-from cleanmarl.machine import WORKER_BYTES, too_large
+from cleanmarl.machine import WORKER_BYTES
 
 import cloudpickle
 import numpy as np
@@ -112,8 +113,7 @@ def make(
     if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 0:
         raise EnvError(f"num_workers must be an integer, 0 (no worker processes) or more, not {num_workers!r}")
     num_workers = min(num_workers, num_envs)
-    if message := too_large(f"{num_workers:,} worker processes", num_workers * WORKER_BYTES):
-        raise EnvError(f"{env_id}: {message}")
+    check_memory(f"{env_id}: {num_workers:,} worker processes", num_workers * WORKER_BYTES)
     check_flags(env_id, team_reward=team_reward, may_die=may_die)
     # with workers, the environment built here only shows its spaces, and needs no window
     shown = {key: value for key, value in options.items() if num_workers == 0 or key != "render_mode"}

@@ -103,8 +103,6 @@ def make(name: str, num_envs: int = 1, num_workers: int | None = None, **options
 def parallel_env(task: str, max_steps: int | None = None, **options) -> "Battle":
     if task not in known_names():
         raise unknown_name(f"smaclite/{task}", known_names())
-    if max_steps is not None and (not isinstance(max_steps, int) or max_steps < 1):
-        raise EnvError(f"smaclite/{task}: max_steps must be an integer of at least 1, not {max_steps!r}")
     env = package_env(task, **options)
     quicken(env)
     return Battle(env, max_steps or MAX_STEPS.get(task, 200))

@@ -41,7 +41,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cleanmarl.envs import EnvError, EpisodeStatistics, MultiAgentVectorEnv, check_actions, env_seeds, unknown_name
+from cleanmarl.envs import (
+    EnvError,
+    EpisodeStatistics,
+    MultiAgentVectorEnv,
+    building,
+    check_actions,
+    env_seeds,
+    unknown_name,
+)
 
 import numpy as np
 
@@ -96,11 +104,8 @@ def make(name: str, num_envs: int = 1, render_mode: str | None = None, **options
         raise EnvError(f"smax/{name}: action_type must be 'discrete', not {options['action_type']!r}")
     if options.get("attack_mode", "closest") not in ("closest", "random"):  # JaxMARL takes any other for "closest"
         raise EnvError(f"smax/{name}: attack_mode must be 'closest' or 'random', not {options['attack_mode']!r}")
-    try:
+    with building(f"smax/{name}", options):
         game = Game(name, **options)
-    except (TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise EnvError(f"smax/{name} cannot be built with {options}: {type(error).__name__}: {reason}") from error
     return SmaxVectorEnv(name, num_envs, game, render_mode)
 
 
@@ -165,9 +170,7 @@ class SmaxVectorEnv(MultiAgentVectorEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         """Start an episode everywhere; without a seed, each environment's sequence of episodes goes on."""
-        if seed is None and self.batch is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
-        if seed is None:
+        if seed is None and self.batch is not None:
             keys = self.batch[0]
         else:
             keys = jax.vmap(jax.random.PRNGKey)(np.array(env_seeds(seed, self.num_envs), np.uint32))
