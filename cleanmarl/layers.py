@@ -249,6 +249,9 @@ TORCH = torch.sigmoid, torch.tanh, torch.chunk, torch.cat
 NUMPY = lambda x: 0.5 + 0.5 * np.tanh(0.5 * x), np.tanh, numpy_chunk, np.concatenate
 
 
+NO_MEMORY = "Recurrent needs a layer that remembers: a StackedGRU, StackedLSTM or StackedCell of yours"
+
+
 class Recurrent(nn.Sequential):
     """Layers of which some remember (StackedGRU, StackedLSTM): what each agent has seen is in its memory.
 
@@ -272,7 +275,7 @@ class Recurrent(nn.Sequential):
     @property
     def memory_size(self) -> int:
         if not self.cells:
-            raise TypeError("Recurrent needs a layer that remembers: a StackedGRU, StackedLSTM or StackedCell of yours")
+            raise TypeError(NO_MEMORY)
         return sum(cell.memory_size for cell in self.cells)
 
     def forward(self, x, memory: torch.Tensor, forget: torch.Tensor | None = None, last: bool = False):  # type: ignore[override]
@@ -281,6 +284,8 @@ class Recurrent(nn.Sequential):
         Returns outputs (T * N, A, K) and memories (T * N, A, S), each as it is after its step: one that goes on from
         the last is still to be emptied by the last of `forget`. With `last` only the last memories (N, A, S).
         """
+        if not self.cells:  # as in a part of one
+            raise TypeError(NO_MEMORY)
         states, memories = iter(memory.split([cell.memory_size for cell in self.cells], -1)), []
         for layer in self:
             if isinstance(layer, StackedCell):

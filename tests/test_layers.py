@@ -376,6 +376,8 @@ def test_recurrent_names_the_layer_that_it_cannot_carry():
     part = Recurrent(nn.Linear(3, 4), StackedLSTM(1, 4, 4))[:-1]  # is one, too
     with pytest.raises(TypeError, match="Recurrent needs a layer that remembers: a StackedGRU"):
         print(part.memory_size)
+    with pytest.raises(TypeError, match="Recurrent needs a layer that remembers: a StackedGRU"):
+        part(torch.ones(2, 1, 3), torch.zeros(2, 1, 8))
 
 
 def test_known_cells_are_not_run_by_torch_and_watched_ones_are(monkeypatch):

@@ -1294,6 +1294,44 @@ def test_an_agent_that_nobody_knows_is_an_error(since, num_workers):
             envs.step(np.zeros((1, 2), np.int64))
 
 
+class OneList(Scouts):
+    """The medic leaves in the first step; the agents are a list of their own or that of the possible ones."""
+
+    def __init__(self, mistakes, shared):
+        super().__init__(mistakes)
+        self.shared = shared
+
+    def reset(self, seed=None, options=None):
+        returned = super().reset(seed, options)
+        self.agents = self.possible_agents if self.shared else self.agents
+        return returned
+
+    def step(self, actions):
+        over = "medic" not in actions
+        returned = {agent: over or agent == "medic" for agent in actions}
+        if not over:
+            self.agents.remove("medic")
+        else:
+            self.agents = []
+        seen = dict.fromkeys(actions, np.ones(5, np.float32))
+        return seen, dict.fromkeys(actions, 1.0), returned, dict.fromkeys(actions, False), {a: {} for a in actions}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_agents_that_are_the_list_of_the_possible_ones_are_an_error(num_workers):
+    """The medic would be dead in all episodes but the first."""
+    for shared in (False, True):
+        with closing(make(OneList, 1, num_workers=num_workers, mistakes={}, shared=shared)) as envs:
+            envs.reset(seed=1)
+            envs.step(np.zeros((1, 2), np.int64))
+            if shared:
+                line = "OneList: 'medic' is no longer in possible_agents; its agents are the same list"
+                with pytest.raises(EnvError, match=line):
+                    envs.step(np.zeros((1, 2), np.int64))
+            else:
+                assert envs.step(np.zeros((1, 2), np.int64))[-1]["agent_mask"].all()
+
+
 class Twins(Scouts):
     def __init__(self, mistakes):
         super().__init__(mistakes)

@@ -307,6 +307,10 @@ class Layout:
         obs, _ = returned
         self.check_agents("reset", env.agents, observations=obs)
         self.check_present(env.agents)
+        lost = [agent for agent in self.agents if agent not in env.agents]
+        if lost and env.agents is env.possible_agents:  # who left an episode would be dead in all that follow
+            hint = "its agents are the same list, and need one of their own: self.agents = [*self.possible_agents]"
+            raise EnvError(f"{self.env_id}: {lost[0]!r} is no longer in possible_agents; {hint}")
         if not env.agents:
             raise EnvError(f"{self.env_id}: nobody plays after reset(): its agents are empty")
         if not obs.keys() >= {*env.agents}:
