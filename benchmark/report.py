@@ -148,7 +148,7 @@ def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     with suppress(OSError, ValueError, AttributeError):  # no manifest, half of one, or something else
         entries = json.loads((folder.parent / "manifest.json").read_text()).values()
     entries = [e for e in entries if isinstance(e, dict) and "tries" in e]
-    tries = next((e["tries"] for e in entries if Path(e.get("run_folder", "")).name == folder.name), [])
+    tries = next((e["tries"] for e in entries if Path(e.get("run_folder") or "").name == folder.name), [])
     tries = [x for x in tries if x["start"] + x["wall_seconds"] >= times[0]]  # the others made folders of their own
     if not all(any(0 <= time - x["start"] <= x["wall_seconds"] for x in tries) for time in times):
         starts = np.array(sorted(int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")))

@@ -152,6 +152,9 @@ class Trial:
         folders = [self.runs_dir / Path(path).name for path in reversed(found)]
         return next((folder for folder in folders if folder.is_dir()), None)
 
+    def folder_name(self) -> str | None:
+        return None if (folder := self.folder()) is None else str(folder)
+
     def state(self) -> str:
         """finished | interrupted (can be resumed) | new."""
         folder = self.folder()
@@ -195,9 +198,11 @@ class Trial:
                 time.sleep(0.1)
             entry = read_manifest(self.runs_dir).get(self.key, {})
             before, status, tries = entry.get("tries", []), self.state(), 0
+            # not where a try has no end, as of a trial that was killed with its runner
+            is_known = entry.get("status") != "running" and (not before or "wall_seconds" in entry)
             if status == "finished" and is_open(entry):  # it went on without this program, and nobody knows until when
                 known = {key: value for key, value in entry.items() if key not in OF_THE_END}
-                write_manifest(self.runs_dir, self.key, known | {"status": status, "run_folder": str(self.folder())})
+                write_manifest(self.runs_dir, self.key, known | {"status": status, "run_folder": self.folder_name()})
             while status != "finished" and tries < TRIES and not stops():
                 entry = {**self.about, "start": now(), "status": "running", "log": str(self.log)}
                 entry |= {"git_commit": git_commit(), "machine": machine(), "versions": versions()}
@@ -206,9 +211,10 @@ class Trial:
                 finished = self.state() == "finished"  # whatever its exit status: a library may crash after the end
                 status = "finished" if finished else "interrupted" if stops() else "failed"
                 before = [*before, attempt]
-                seconds = {key: round(sum(t[key] for t in before), 2) for key in ("wall_seconds", "cpu_seconds")}
-                entry |= {"end": now(), "status": status, "exit_status": attempt["exit_status"], **seconds}
-                entry |= {"run_folder": str(self.folder()), "tries": before}
+                entry |= {"end": now(), "status": status, "exit_status": attempt["exit_status"]}
+                if is_known:
+                    entry |= {key: round(sum(t[key] for t in before), 2) for key in ("wall_seconds", "cpu_seconds")}
+                entry |= {"run_folder": self.folder_name(), "tries": before}
                 write_manifest(self.runs_dir, self.key, entry)
                 if attempt["exit_status"] == MISUSED:
                     break
@@ -301,7 +307,7 @@ class Progress:
         """seconds: None if nobody knows them, as of a trial whose own runner was killed."""
         self.outcomes[trial.key] = outcome
         after = "" if seconds is None else f" after {timedelta(seconds=round(seconds))}"
-        text = f"{trial}: {outcome}{after}, {trial.folder()}"
+        text = f"{trial}: {outcome}{after}, {trial.folder() or 'no run folder yet'}"
         if not self.is_terminal or outcome == "failed":
             say(f"{self._clear()}{text} | {self.line()}\n")
         if outcome == "failed":
@@ -412,7 +418,7 @@ def run_all(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
             for future in [future for future in pending if future.done()]:
                 trial = pending.pop(future)
                 entry = read_manifest(args.runs_dir).get(trial.key, {})
-                if future.result() != "interrupted" or "wall_seconds" in entry:
+                if future.result() != "interrupted" or "end" in entry:
                     progress.ended(trial, future.result(), entry.get("wall_seconds"))
             progress.show()
             time.sleep(0.1)

@@ -302,6 +302,44 @@ def test_a_trial_whose_runner_was_killed_is_waited_for(toy):
         assert result.returncode == 0 and "finished" in result.stdout and manifest(toy) == {key: entry}
 
 
+@LINUX
+def test_seconds_of_a_trial_that_was_killed_with_its_runner_are_not_known(toy):
+    """Those of its later tries alone stood for all."""
+    argv = [sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "1"]
+    (toy / "slow").touch()
+    runner = subprocess.Popen(argv, cwd=toy)
+    wait_for(lambda: len(list((toy / "runs").glob("*/started"))) == 1)
+    threads = Path(f"/proc/{runner.pid}/task").glob("*/children")
+    (trial,) = (pid for thread in threads for pid in thread.read_text().split())
+    runner.kill()
+    runner.wait()
+    os.kill(int(trial), signal.SIGKILL)
+    runner = subprocess.Popen(argv, cwd=toy, stdout=subprocess.PIPE, text=True)  # a second try, which is stopped
+    wait_for(lambda: len(list((toy / "runs").glob("*/started"))) == 2)
+    runner.terminate()
+    output, _ = runner.communicate(timeout=30)
+    assert "e seed 1: interrupted, runs" in output
+    (toy / "slow").unlink()
+    result = cli("run.py", *GRID, "--num-seeds", "1", cwd=toy)
+    assert result.returncode == 0 and "e seed 1: finished, runs" in result.stdout, result.stdout
+    (entry,) = manifest(toy).values()
+    assert (entry["status"], len(entry["tries"])) == ("finished", 2)
+    assert "end" in entry and not {"wall_seconds", "cpu_seconds"} & set(entry)
+
+
+def test_a_trial_that_ends_before_its_folder_is_there_has_none(toy):
+    (toy / "toy.py").write_text("import time\ntime.sleep(60)")
+    argv = [sys.executable, BENCHMARK / "run.py", *GRID, "--num-seeds", "1"]
+    runner = subprocess.Popen(argv, cwd=toy, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: (toy / "runs" / "manifest.json").exists())
+    runner.terminate()
+    output, _ = runner.communicate(timeout=30)
+    assert re.search(r"e seed 1: interrupted after \S+, no run folder yet \| ", output), output
+    (entry,) = manifest(toy).values()
+    assert entry["run_folder"] is None
+    assert cli("report.py", "runs", "--out", "out/x", cwd=toy).returncode == 2  # and no traceback
+
+
 def test_slurm_script_runs_one_trial_for_each_index(toy):
     assert run_cli(toy, "--lr", "0.1", num_seeds=1).returncode == 0
     argv = ["--command", "python toy.py", "--env-ids", "a/b", "c d", "a/b", "--num-seeds", "2", "--workers", "3"]
