@@ -150,7 +150,7 @@ class OnPolicyArgs(RunArgs):
 # What may differ from the arguments of the run that --resume continues: what changes no learning, and how long it is to
 # be. With another total a schedule that falls to the end of the run, as that of a learning rate, jumps to the new one.
 RESUME_MAY_CHANGE = {field.name for field in dataclasses.fields(OnPolicyArgs)} - {"seed"}
-RESUME_MAY_CHANGE |= {"total_timesteps", "address", "log_every", "eval_steps", "num_eval_ep"}
+RESUME_MAY_CHANGE |= {"total_timesteps", "num_workers", "address", "log_every", "eval_steps", "num_eval_ep"}
 
 ENVIRONMENT = ("env_id", "total_timesteps", "num_envs", "num_steps")  # flags that --help shows together, apart
 

@@ -288,11 +288,10 @@ def lambda_return(batch: Batch, taken, following, trace, gamma: float, lambda_: 
     """
     surprise = batch.reward + gamma * batch.goes_on * following - taken
     decay = gamma * lambda_ * batch.weight * trace
-    # steps first, and in NumPy, whose small operations take less time than torch's
-    surprise, decay = (x.transpose(0, 1).contiguous().cpu().numpy() for x in (surprise, decay))
-    for t in reversed(range(len(surprise) - 1)):
-        surprise[t] += decay[t + 1] * surprise[t + 1]
-    return taken + torch.from_numpy(surprise).transpose(0, 1).to(taken.device)
+    steps, decay = surprise.unbind(1), decay.unbind(1)  # a view for each step, made once
+    for t in reversed(range(len(steps) - 1)):
+        steps[t].addcmul_(decay[t + 1], steps[t + 1])  # +=
+    return taken + surprise
 
 
 @torch.no_grad()

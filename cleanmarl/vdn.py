@@ -262,11 +262,10 @@ def td_targets(q: torch.Tensor, target_agent: Agent, batch: Batch, args: Args) -
     following = target_agent.mix(target_q.gather(-1, best).squeeze(-1), batch.alive)[:, 1:]  # (B, T, 1)
     target = batch.reward + args.gamma * batch.goes_on * following
     decay = args.gamma * args.td_lambda * batch.weight[:, 1:]  # detail vdn-4: Peng's Q(lambda)
-    # steps first, and in NumPy, whose small operations take less time than torch's
-    target, following, decay = (x.transpose(0, 1).contiguous().cpu().numpy() for x in (target, following, decay))
+    steps, following, decay = (x.unbind(1) for x in (target, following, decay))  # a view for each step, made once
     for t in reversed(range(len(decay))):
-        target[t] += decay[t] * (target[t + 1] - following[t])
-    return torch.from_numpy(target).transpose(0, 1).to(q.device)
+        steps[t].addcmul_(decay[t], steps[t + 1] - following[t])  # +=
+    return target
 
 
 def value_loss(agent: Agent, q: torch.Tensor, batch: Batch, target: torch.Tensor) -> torch.Tensor:
