@@ -14,7 +14,7 @@ plot() { $PYTHON benchmark/report.py "runs/$1" --out "docs/results/$1" --command
 # the defaults
 run maddpg_multienvs 3 mpe/simple_spread_v3 runs/maddpg_multienvs_spread_long --total-timesteps 1000000
 run maddpg_multienvs 3 mpe/simple_spread_v3 runs/maddpg_spread_longer --total-timesteps 3000000
-run maddpg 2 mpe/simple_spread_v3 runs/maddpg_spread_longer --total-timesteps 3000000
+run maddpg 3 mpe/simple_spread_v3 runs/maddpg_spread_longer --total-timesteps 3000000
 run maddpg_multienvs 3 mpe/simple_speaker_listener_v4 runs/maddpg_multienvs_listener_long --total-timesteps 1000000
 run maddpg_multienvs 3 mpe/simple_adversary_v3 runs/maddpg_multienvs_simple_adversary --total-timesteps 1000000
 plot maddpg_multienvs_spread_long --note "the defaults"
