@@ -116,12 +116,12 @@ def test_the_start_of_a_run_is_not_in_the_time_of_a_step():
 
 def test_more_agents_are_measured_and_drawn(data, monkeypatch):
     monkeypatch.setattr(scaling, "NUM_AGENTS", (2,))
-    scaling.main(scaling.Args("agents", steps=25_600, repeats=1, out=data))
+    scaling.main(scaling.Args("agents", steps=102_400, repeats=1, out=data))
     runs = pd.read_csv(data / "mappo_agents.csv")
     pd.concat([runs, runs.assign(agents=6)]).to_csv(data / "mappo_agents.csv", index=False)  # as if of six agents, too
     runs = pd.read_csv(data / "mappo_agents.csv").set_index(["script", "agents"]).microseconds
     assert list(runs.index) == [("ippo", 2), ("mappo", 2), ("ippo", 6), ("mappo", 6)]
-    assert runs.notna().all() and (runs.abs() < 5_000).all()  # two seconds of work, beside whatever else is running
+    assert runs.between(0, 5_000, inclusive="neither").all()  # far more work than start-up varies by
 
     redraw.mappo_agents(data.parent / "mappo_agents")
     *_, first, second = (data.parent / "mappo_agents.md").read_text().splitlines()
