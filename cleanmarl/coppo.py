@@ -238,10 +238,10 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, start, rollout: Rollout, ar
         rollout.action[t] = (logits[t] + noise[t]).argmax(-1)
 
         obs, reward, termination, truncation, info = envs.step(rollout.action[t])
-        # Death is no end: a dead agent earns what the living do on average, and its critic knows that it is dead.
         alive = rollout.agent_mask[t]
+        # Death is no end: the dead of a team earn what each of the living does. Rewards of an agent's own end with it.
         of_living = (reward * alive).sum(1, keepdims=True) / alive.sum(1, keepdims=True).clip(1)
-        rollout.reward[t] = np.where(alive, reward, of_living)
+        rollout.reward[t] = np.where(alive, reward, of_living if envs.team_reward else 0)
         rollout.done[t] = (termination | truncation)[:, None]
         if "_episode" in info:
             run.log_episodes(info)

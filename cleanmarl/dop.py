@@ -6,8 +6,8 @@ k_i(s) grad log pi_i(a_i) Q_i(s, a_i), in which what the others do, or explore, 
 expectation over joint actions is one over each agent's own, which makes tree backup affordable: the critic learns from
 replayed episodes, off-policy, and from the latest ones by TD(lambda), on-policy. Then the actor takes a step on the
 latest episodes. Actors explore with a share of uniformly random actions, which are part of their policy. All agents
-have one actor and one critic, which tell them apart by a one-hot id. Where rewards are individual, the team learns the
-mean of those of its living agents.
+have one actor and one critic, which tell them apart by a one-hot id. Where rewards are individual, the team learns
+their mean.
 
 Papers: Wang et al. 2021 (arXiv:2007.12322); Precup et al. 2000, "Eligibility traces for off-policy policy evaluation".
 Parent: vdn.py, whose sum becomes the critic of actors, which learn from it as those of coma.py do.
@@ -190,7 +190,7 @@ class Batch(NamedTuple):
     action_mask: torch.Tensor  # (B, T + 1, A, K) bool, True = legal
     alive: torch.Tensor  # (B, T + 1, A) bool, True for living agents; False for all after a termination, and in padding
     action: torch.Tensor  # (B, T, A) int64
-    reward: torch.Tensor  # (B, T, 1) mean of the living agents'
+    reward: torch.Tensor  # (B, T, 1) of the team
     weight: torch.Tensor  # (B, T, 1) 1.0, and 0.0 in padding
     goes_on: torch.Tensor  # (B, T, 1) 0.0 where there is no value after the step: a termination, or the last death
 
@@ -199,6 +199,7 @@ class Buffer:
     """The last `buffer_size` episodes, and those that are being played in the N environments."""
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
+        self.team_reward = envs.team_reward
         self.episodes = deque(maxlen=args.buffer_size)  # detail vdn-6: whole episodes, the oldest is forgotten
         self.playing = [[] for _ in range(envs.num_envs)]  # the steps so far of each environment's episode
 
@@ -218,7 +219,7 @@ class Buffer:
     def to_episode(self, obs, state, action_mask, agent_mask, action, reward) -> Batch:
         """An episode of T steps; arrays (T + 1, ...), agent_mask (T + 1, A) bool, reward (T + 1, A)."""
         alive, survive, action, reward = agent_mask[:-1], agent_mask[1:], action[:-1], reward[:-1]
-        reward, weight = mean_of_living(reward, alive), alive.any(-1, keepdims=True)
+        reward, weight = reward_of_team(reward, alive, self.team_reward), alive.any(-1, keepdims=True)
         goes_on = weight & survive.any(-1, keepdims=True)
         floats = (x.astype(np.float32) for x in (reward, weight, goes_on))
         return Batch(obs, state, action_mask, agent_mask, action, *floats)
@@ -257,9 +258,13 @@ def padded(arrays: tuple[np.ndarray, ...]) -> np.ndarray:
     return x
 
 
-def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """The mean (..., 1) of the rewards (..., A) of agents that are alive (..., A); 0 if none is."""
-    return (reward * alive).sum(-1, keepdims=True) / alive.sum(-1, keepdims=True).clip(1)
+def reward_of_team(reward: np.ndarray, alive: np.ndarray, team_reward: bool) -> np.ndarray:
+    """What the team earns (..., 1): what each of its living agents does, else the mean of what all A have of their own.
+
+    reward, alive (..., A). The mean of the living alone would rise with the death of an agent that earns little.
+    """
+    earners = alive.sum(-1, keepdims=True).clip(1) if team_reward else alive.shape[-1]
+    return (reward * alive).sum(-1, keepdims=True) / earners
 
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run):

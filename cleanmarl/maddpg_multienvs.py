@@ -168,7 +168,8 @@ class Buffer:
     """The last `buffer_size` episodes, and those that are being played in the N environments."""
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
-        self.individual_critics, self.normalize_reward = args.individual_critics, args.normalize_reward
+        self.team_reward, self.individual_critics = envs.team_reward, args.individual_critics
+        self.normalize_reward = args.normalize_reward
         self.episodes = deque(maxlen=args.buffer_size)  # detail maddpg-6: whole episodes, the oldest is forgotten
         self.playing = [[] for _ in range(envs.num_envs)]  # the steps so far of each environment's episode
         self.moments = 0.0  # count, sum and sum of squares (3, M) of all rewards that critics learn from
@@ -191,7 +192,7 @@ class Buffer:
         alive, survive, action, reward = agent_mask[:-1], agent_mask[1:], action[:-1], reward[:-1]
         weight, goes_on = alive, alive & survive
         if not self.individual_critics:
-            reward, weight = mean_of_living(reward, alive), alive.any(-1, keepdims=True)
+            reward, weight = reward_of_team(reward, alive, self.team_reward), alive.any(-1, keepdims=True)
             goes_on = weight & survive.any(-1, keepdims=True)
         return Batch(obs, state, action_mask, *(x.astype(np.float32) for x in (action, alive, reward, weight, goes_on)))
 
@@ -244,9 +245,13 @@ def reward_moments(episode: Batch) -> np.ndarray:
     return np.array([(episode.weight * reward**power).sum(0) for power in range(3)])
 
 
-def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """The mean (..., 1) of the rewards (..., A) of agents that are alive (..., A); 0 if none is."""
-    return (reward * alive).sum(-1, keepdims=True) / alive.sum(-1, keepdims=True).clip(1)
+def reward_of_team(reward: np.ndarray, alive: np.ndarray, team_reward: bool) -> np.ndarray:
+    """What the team earns (..., 1): what each of its living agents does, else the mean of what all A have of their own.
+
+    reward, alive (..., A). The mean of the living alone would rise with the death of an agent that earns little.
+    """
+    earners = alive.sum(-1, keepdims=True).clip(1) if team_reward else alive.shape[-1]
+    return (reward * alive).sum(-1, keepdims=True) / earners
 
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run):

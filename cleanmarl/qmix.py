@@ -5,7 +5,7 @@ actions into the team's, and its weights are the outputs of hypernetworks that s
 values are taken, so that the team's value rises with each agent's, and every agent finds its part of the best joint
 action alone. The mixed value learns the team's return by temporal differences, from whole episodes of a replay buffer,
 with a target network. All agents have one network, which tells them apart by a one-hot id; the dead count as 0. Where
-rewards are individual, the team learns the mean of those of its living agents.
+rewards are individual, the team learns their mean.
 
 An environment that ends an episode starts the next one at once, while the others go on with theirs.
 
@@ -172,7 +172,7 @@ class Batch(NamedTuple):
     action_mask: torch.Tensor  # (B, T + 1, A, K) bool, True = legal
     alive: torch.Tensor  # (B, T + 1, A) bool, True for living agents; False for all after a termination, and in padding
     action: torch.Tensor  # (B, T, A) int64
-    reward: torch.Tensor  # (B, T, 1) mean of the living agents'
+    reward: torch.Tensor  # (B, T, 1) of the team
     weight: torch.Tensor  # (B, T, 1) 1.0, and 0.0 in padding
     goes_on: torch.Tensor  # (B, T, 1) 0.0 where there is no value after the step: a termination, or the last death
 
@@ -181,7 +181,7 @@ class Buffer:
     """The last `buffer_size` episodes, and those that are being played in the N environments."""
 
     def __init__(self, envs: MultiAgentVectorEnv, args: Args):
-        self.normalize_reward = args.normalize_reward
+        self.team_reward, self.normalize_reward = envs.team_reward, args.normalize_reward
         self.episodes = deque(maxlen=args.buffer_size)  # detail vdn-6: whole episodes, the oldest is forgotten
         self.playing = [[] for _ in range(envs.num_envs)]  # the steps so far of each environment's episode
         self.moments = 0.0  # count, sum and sum of squares (3, 1) of all rewards
@@ -202,7 +202,7 @@ class Buffer:
     def to_episode(self, obs, state, action_mask, agent_mask, action, reward) -> Batch:
         """An episode of T steps; arrays (T + 1, ...), agent_mask (T + 1, A) bool, reward (T + 1, A)."""
         alive, survive, action, reward = agent_mask[:-1], agent_mask[1:], action[:-1], reward[:-1]
-        reward, weight = mean_of_living(reward, alive), alive.any(-1, keepdims=True)
+        reward, weight = reward_of_team(reward, alive, self.team_reward), alive.any(-1, keepdims=True)
         goes_on = weight & survive.any(-1, keepdims=True)
         floats = (x.astype(np.float32) for x in (reward, weight, goes_on))
         return Batch(obs, state, action_mask, agent_mask, action, *floats)
@@ -256,9 +256,13 @@ def reward_moments(episode: Batch) -> np.ndarray:
     return np.array([(episode.weight * reward**power).sum(0) for power in range(3)])
 
 
-def mean_of_living(reward: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """The mean (..., 1) of the rewards (..., A) of agents that are alive (..., A); 0 if none is."""
-    return (reward * alive).sum(-1, keepdims=True) / alive.sum(-1, keepdims=True).clip(1)
+def reward_of_team(reward: np.ndarray, alive: np.ndarray, team_reward: bool) -> np.ndarray:
+    """What the team earns (..., 1): what each of its living agents does, else the mean of what all A have of their own.
+
+    reward, alive (..., A). The mean of the living alone would rise with the death of an agent that earns little.
+    """
+    earners = alive.sum(-1, keepdims=True).clip(1) if team_reward else alive.shape[-1]
+    return (reward * alive).sum(-1, keepdims=True) / earners
 
 
 def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: Run, epsilon: float):

@@ -298,7 +298,7 @@ def test_padding_and_the_dead_add_nothing(on_policy):
 
 
 def test_parts_that_the_tests_of_vdn_prove():
-    for name in ("make_envs", "Batch", "padded", "mean_of_living", "soft_update"):
+    for name in ("make_envs", "Batch", "padded", "reward_of_team", "soft_update"):
         assert code(getattr(dop, name)) == code(getattr(vdn, name)), name
     assert code(dop.make_policy) == code(coma.make_policy) and code(dop.gumbel_noise) == code(coma.gumbel_noise)
     methods = [{part.split("(")[0]: part for part in code(x.Buffer).split("\n    def ")} for x in (dop, vdn)]

@@ -33,7 +33,7 @@ def test_copied_parts_are_those_of_the_parent():
         "make_policy",
         "padded",
         "reward_moments",
-        "mean_of_living",
+        "reward_of_team",
         "collect",
     ]
     for name in [*names, "descend", "soft_update", "main"]:

@@ -24,7 +24,7 @@ def case(individual, **changes):
 
 def test_copied_parts_are_those_of_the_parent_and_of_maddpg():
     parts = {
-        facmac: ["Mixer", "Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "main"]
+        facmac: ["Mixer", "Critic", "padded", "reward_moments", "reward_of_team", "critic_loss", "descend", "main"]
     }
     parts[facmac] += ["soft_update"]
     parts[maddpg_continuous_action] = ["Batch", "make_envs", "Agent", "make_policy", "collect"]

@@ -419,11 +419,11 @@ def test_buffer_keeps_whole_episodes_and_forgets_the_oldest(capacity):
 
 
 # proves maddpg-7
-@pytest.mark.parametrize("individual", [False, True])
-def test_a_batch_knows_padding_deaths_and_ends(individual):
+@pytest.mark.parametrize("individual, team_reward", [(False, False), (False, True), (True, False)])
+def test_a_batch_knows_padding_deaths_and_ends(individual, team_reward):
     """Truncated episodes go on after their last step, terminated ones do not; an agent's own ends with its death."""
     args = maddpg.Args(individual_critics=individual, buffer_size=7, batch_size=5)
-    buffer, finished = recorded(maddpg, world(4), args, 40)
+    buffer, finished = recorded(maddpg, world(4, team_reward=team_reward), args, 40)
     newest = finished[-7:]
     torch.manual_seed(2)
     index = torch.randint(7, (30,)).tolist()
@@ -451,7 +451,8 @@ def test_a_batch_knows_padding_deaths_and_ends(individual):
                 np.testing.assert_array_equal(batch.weight[b, t], alive)
                 np.testing.assert_array_equal(batch.goes_on[b, t], survive)
             else:
-                assert batch.reward[b, t, 0] == step["reward"][alive].mean()
+                mean = step["reward"][0] if team_reward else step["reward"][alive].sum() / 3  # no death raises it
+                assert batch.reward[b, t, 0] == np.float32(mean)
                 assert batch.weight[b, t, 0] == 1 and batch.goes_on[b, t, 0] == survive.any()
     assert seen == {(5, True), (6, False), (7, True), (5, False)}
 
@@ -468,7 +469,7 @@ def test_normalize_reward_uses_all_rewards_that_critics_can_see(individual):
     assert len(finished) > 14  # many were forgotten
     rewards = [step["reward"] for steps, _, _ in finished[-7:] for step in steps]
     alive = [step["agent_mask"] for steps, _, _ in finished[-7:] for step in steps]
-    means = [r[a].mean() for r, a in zip(rewards, alive)]
+    means = [r[a].sum() / 3 for r, a in zip(rewards, alive)]
     for m in range(3 if individual else 1):
         values = np.array([r[m] for r, a in zip(rewards, alive) if a[m]] if individual else means, np.float64)
         keep = batches[0].weight[..., m] > 0

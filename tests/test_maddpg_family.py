@@ -39,7 +39,7 @@ def without_memory(main) -> list[str]:
 
 @pytest.mark.parametrize("script", VARIANTS)
 def test_copied_parts_are_those_that_the_tests_of_maddpg_prove(script):
-    names = ["Critic", "padded", "reward_moments", "mean_of_living", "critic_loss", "descend", "soft_update"]
+    names = ["Critic", "padded", "reward_moments", "reward_of_team", "critic_loss", "descend", "soft_update"]
     if script is not maddpg_continuous_action:
         names += ["Batch", "Buffer", "gumbel_noise", "update"]
     for name in names:

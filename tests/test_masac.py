@@ -32,7 +32,7 @@ def case(individual, **changes):
 
 def test_copied_parts_are_those_of_the_parent():
     names = ["make_envs", "gumbel_noise", "make_policy", "Batch", "Buffer", "padded", "reward_moments"]
-    for name in [*names, "mean_of_living", "collect", "descend", "soft_update"]:
+    for name in [*names, "reward_of_team", "collect", "descend", "soft_update"]:
         assert code(getattr(masac, name)) == code(getattr(maddpg_multienvs, name)), name
     assert inspect.getsource(masac.Agent.logits) == inspect.getsource(maddpg_multienvs.Agent.logits)
 

@@ -31,7 +31,7 @@ def case(individual, **changes):
 
 
 def test_copied_parts_are_those_of_the_parent_and_of_maddpg():
-    parts = {masac: ["padded", "reward_moments", "mean_of_living", "descend", "update", "soft_update", "main"]}
+    parts = {masac: ["padded", "reward_moments", "reward_of_team", "descend", "update", "soft_update", "main"]}
     parts[maddpg_continuous_action] = ["make_envs", "Batch", "Buffer"]
     for script, names in parts.items():
         for name in names:

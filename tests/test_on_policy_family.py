@@ -109,16 +109,18 @@ def test_actors_and_critics_have_sizes_of_their_own(script, team):
         assert all(layer.size_hidden == size for layer in network if isinstance(layer, StackedCell))
 
 
+@pytest.mark.parametrize("family", ["toy/each", "toy/team"])
 @pytest.mark.parametrize("script", [*TEAMS, *REMEMBER])
-def test_the_living_earn_their_own_rewards_and_the_dead_the_mean_of_theirs(script, team):
+def test_the_living_earn_their_own_rewards_and_the_dead_of_a_team_the_mean_of_theirs(script, family, toy):
+    """Where agents have rewards of their own the dead earn nothing, so that no agent gains by its death."""
     bootstraps = script in (coma, coma_lstm)  # always
     options = {} if bootstraps else {"time_limit_bootstrap": False}
-    args = script.Args(env_id=toy_id(script, team), **SMALL, **options)
+    args = script.Args(env_id=toy_id(script, family), **SMALL, **options)
     unequal = lambda envs, alive: np.float32(envs.clock[:, None] * [1, 2, 4] * alive)  # noqa: E731
     _, _, rollout, _ = play(script, args, reward=unequal)
     ends = rollout.done[..., 0] & bootstraps
     clock, alive = rollout.reward[..., 0], rollout.agent_mask
-    expected = clock[..., None] * np.where(alive, [1, 2, 4], [1, 2.5, 4])
+    expected = clock[..., None] * np.where(alive, [1, 2, 4], [1, 2.5 if family == "toy/team" else 0, 4])
     assert not alive.all() and (clock[~ends] % 1 == 0).all()
     np.testing.assert_allclose(rollout.reward[~ends], expected[~ends])
 

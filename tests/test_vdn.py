@@ -261,18 +261,22 @@ def recorded(script, envs, args, num_steps, seed=0):
 
 
 # proves vdn-6, vdn-7
-@pytest.mark.parametrize("capacity", [100, 5])
-def test_the_buffer_keeps_whole_episodes_and_how_they_ended(capacity):
+@pytest.mark.parametrize("capacity, team_reward", [(100, False), (5, True)])
+def test_the_buffer_keeps_whole_episodes_and_how_they_ended(capacity, team_reward):
     """The last row is what came after the last step; nobody is alive in it after a termination."""
-    buffer, finished = recorded(vdn, world(3), vdn.Args(buffer_size=capacity, batch_size=5), 50)
+    args = vdn.Args(buffer_size=capacity, batch_size=5)
+    buffer, finished = recorded(vdn, world(3, team_reward=team_reward), args, 50)
     assert len(buffer.episodes) == min(capacity, len(finished)) and len(finished) > 20
     ends = set()
     for episode, (steps, final) in zip(buffer.episodes, finished[-capacity:], strict=True):
         for name, key in (("obs",) * 2, ("state",) * 2, ("action_mask",) * 2, ("alive", "agent_mask")):
             np.testing.assert_array_equal(getattr(episode, name), np.stack([*(s[key] for s in steps), final[key]]))
         np.testing.assert_array_equal(episode.action, np.stack([step["action"] for step in steps]))
-        means = [step["reward"][step["agent_mask"]].mean() for step in steps]
-        np.testing.assert_allclose(episode.reward[:, 0], means)
+        if team_reward:  # what agent 0 earns, who never dies
+            expected = [step["reward"][0] for step in steps]
+        else:  # those of all three, so that no death raises the mean
+            expected = [sum(step["reward"] * step["agent_mask"]) / 3 for step in steps]
+        np.testing.assert_allclose(episode.reward[:, 0], expected, rtol=1e-6)
         assert episode.weight.all() and episode.goes_on[:-1].all()
         assert episode.goes_on[-1] == final["agent_mask"].any()
         ends.add(bool(episode.goes_on[-1]))
