@@ -100,17 +100,18 @@ class Agent(nn.Module):
             Tanh(),
             layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
         )
+        self.may_die, self.sees_alive = envs.may_die, envs.may_die and not envs.team_reward
         # detail coma-3: a critic sees the actions of the others, and values each of its agent's
         self.critic = nn.Sequential(
             ids,
-            layer_init(StackedLinear(M, envs.state_size + A * K + obs_size, critic_hidden)),
+            layer_init(StackedLinear(M, envs.state_size + A * K + obs_size + self.sees_alive, critic_hidden)),
             Tanh(),
             layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             Tanh(),
             layer_init(StackedLinear(M, critic_hidden, K), std=1.0),
         )
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
-        self.share_parameters, self.may_die = args.share_parameters, envs.may_die
+        self.share_parameters = args.share_parameters
         self.num_actions = K
         # the share of random actions, which `main` sets: a tensor, whose value --compile does not take for a constant
         self.register_buffer("epsilon", torch.zeros(()), persistent=False)
@@ -138,6 +139,8 @@ class Agent(nn.Module):
         # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             seen = tuple(x * alive[..., None] for x in seen)
+        if self.sees_alive:  # the dead of no team earn nothing, unlike the living that happen to see zeros
+            seen = *seen, alive[..., None]
         return critic(seen)
 
     def mean(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -280,7 +283,7 @@ def critic_loss(agent: Agent, batch: Batch) -> torch.Tensor:
     """The loss (1,) or (A,) of each critic."""
     values = agent.values(agent.critic, batch.state, batch.obs, batch.alive, batch.others)
     error = of_action(values, batch.action) - batch.target
-    # Dead agents count here: what their team goes on to earn is what their death was worth.
+    # Dead agents count here: what follows their death is what it was worth.
     return agent.mean(error.square(), torch.ones_like(batch.alive))
 
 

@@ -173,9 +173,10 @@ class Agent(nn.Module):
         # detail coppo-5: a critic of joint actions sees those of the others, and values each of its agent's
         self.counterfactual = args.advantage == "counterfactual"
         actions_in, values_out = (A * K, K) if self.counterfactual else (0, 1)
+        self.may_die, self.sees_alive = envs.may_die, envs.may_die and not envs.team_reward
         self.critic = nn.Sequential(
             ids,
-            layer_init(StackedLinear(M, envs.state_size + actions_in + obs_size, critic_hidden)),
+            layer_init(StackedLinear(M, envs.state_size + actions_in + obs_size + self.sees_alive, critic_hidden)),
             activation(),
             layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             activation(),
@@ -183,7 +184,7 @@ class Agent(nn.Module):
         )
         self.value_stats = PopArt(M, 1) if args.normalize_value else None
         self.mixing = MixingNetwork(A, envs.state_size) if args.mix == "network" else None
-        self.share_parameters, self.may_die = args.share_parameters, envs.may_die
+        self.share_parameters = args.share_parameters
         self.num_actions = K
         self.explores = max(args.epsilon_start, args.epsilon_end) > 0
         # the share of random actions, which `main` sets: a tensor, whose value --compile does not take for a constant
@@ -220,6 +221,8 @@ class Agent(nn.Module):
         # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs, *seen = (x * alive[..., None] for x in (state, obs, *seen))
+        if self.sees_alive:  # the dead of no team earn nothing, unlike the living that happen to see zeros
+            seen = *seen, alive[..., None]
         return self.critic((state, obs, *seen))  # detail mappo-2: from the state and the own observation
 
     def values(self, state, obs, alive, action) -> torch.Tensor:
@@ -437,7 +440,7 @@ def critic_loss(agent: Agent, batch: Batch, args: Args) -> torch.Tensor:
         clipped_value = batch.value + torch.clamp(new_value - batch.value, -args.value_clip_coef, args.value_clip_coef)
         clipped_error = F.huber_loss(clipped_value, batch.return_, reduction="none", delta=delta)
         value_error = torch.max(value_error, clipped_error)
-    # Dead agents count here: what their team goes on to earn is what their death was worth.
+    # Dead agents count here: what follows their death is what it was worth.
     return agent.mean(value_error, torch.ones_like(batch.alive))
 
 

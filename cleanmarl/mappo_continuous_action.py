@@ -134,9 +134,10 @@ class Agent(nn.Module):
             Tanh(),
             layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: the mean is about 0 at first
         )
+        self.may_die, self.sees_alive = envs.may_die, envs.may_die and not envs.team_reward
         self.critic = nn.Sequential(
             ids,
-            layer_init(StackedLinear(M, envs.state_size + obs_size, critic_hidden)),
+            layer_init(StackedLinear(M, envs.state_size + obs_size + self.sees_alive, critic_hidden)),
             Tanh(),
             layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             Tanh(),
@@ -146,7 +147,7 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.zeros(M, K))
         self.num_networks = M  # so that the deviations of each network are clipped by their own norm
         self.value_stats = PopArt(M, 1) if args.normalize_value else None
-        self.share_parameters, self.may_die = args.share_parameters, envs.may_die
+        self.share_parameters = args.share_parameters
         space = envs.single_action_space  # actions that an agent does not have stay 0
         self.low, self.high = (np.where(envs.real_actions, bound, 0) for bound in (space.low, space.high))
         is_bounded = np.isfinite(self.high - self.low)  # where it is not, both units are the same
@@ -164,6 +165,8 @@ class Agent(nn.Module):
         # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs = state * alive[..., None], obs * alive[..., None]
+        if self.sees_alive:  # the dead of no team earn nothing, unlike the living that happen to see zeros
+            obs = torch.cat([obs, alive[..., None]], dim=-1)
         return self.critic((state, obs)).squeeze(-1)  # detail mappo-2: from the state and the own observation
 
     def value(self, state: torch.Tensor, obs: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -320,7 +323,7 @@ def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
         clipped_value = batch.value + torch.clamp(new_value - batch.value, -args.value_clip_coef, args.value_clip_coef)
         clipped_error = F.huber_loss(clipped_value, batch.return_, reduction="none", delta=delta)
         value_error = torch.max(value_error, clipped_error)
-    # Dead agents count here: what their team goes on to earn is what their death was worth.
+    # Dead agents count here: what follows their death is what it was worth.
     value_loss = agent.mean(value_error, torch.ones_like(batch.alive))
 
     loss = (policy_loss - args.ent_coef * entropy + value_loss).sum()

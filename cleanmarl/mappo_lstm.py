@@ -138,9 +138,10 @@ class Agent(nn.Module):
             layer_init(Recurrent.CELLS[args.cell](M, hidden, hidden), std=1.0),
             layer_init(StackedLinear(M, hidden, K), std=0.01),  # small: every action is about as likely at first
         )
+        self.may_die, self.sees_alive = envs.may_die, envs.may_die and not envs.team_reward
         self.critic = Recurrent(
             ids,
-            layer_init(StackedLinear(M, envs.state_size + obs_size, critic_hidden)),
+            layer_init(StackedLinear(M, envs.state_size + obs_size + self.sees_alive, critic_hidden)),
             activation(),
             layer_init(StackedLinear(M, critic_hidden, critic_hidden)),
             activation(),
@@ -149,7 +150,7 @@ class Agent(nn.Module):
         )
         self.value_stats = PopArt(M, 1) if args.normalize_value else None
         self.state_stats = RunningMeanStd(1, envs.state_size) if args.normalize_state else nn.Identity()
-        self.share_parameters, self.may_die = args.share_parameters, envs.may_die
+        self.share_parameters = args.share_parameters
 
     def logits(self, obs: torch.Tensor, action_mask: torch.Tensor, memory: torch.Tensor, forget: torch.Tensor):
         """Logits (R, A, K), illegal ones far below; obs (R, A, D), action_mask (R, A, K)."""
@@ -161,6 +162,8 @@ class Agent(nn.Module):
         # where nobody dies the state stays (R, 1, S), which a critic reads once for all agents
         if self.may_die:  # detail mappo-3: the critic of a dead agent sees zeros, and the id
             state, obs = state * alive[..., None], obs * alive[..., None]
+        if self.sees_alive:  # the dead of no team earn nothing, unlike the living that happen to see zeros
+            obs = torch.cat([obs, alive[..., None]], dim=-1)
         value, memories = self.critic((state, obs), memory, forget)  # detail mappo-2: from state and own observation
         return value.squeeze(-1), memories
 
@@ -343,7 +346,7 @@ def mappo_loss(agent: Agent, batch: Batch, args: Args) -> tuple[torch.Tensor, di
         clipped_value = batch.value + torch.clamp(new_value - batch.value, -args.value_clip_coef, args.value_clip_coef)
         clipped_error = F.huber_loss(clipped_value, batch.return_, reduction="none", delta=delta)
         value_error = torch.max(value_error, clipped_error)
-    # Dead agents count here: what their team goes on to earn is what their death was worth.
+    # Dead agents count here: what follows their death is what it was worth.
     value_loss = agent.mean(value_error, torch.ones_like(batch.alive))
 
     loss = (policy_loss - args.ent_coef * entropy + value_loss).sum()

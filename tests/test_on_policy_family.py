@@ -125,6 +125,27 @@ def test_the_living_earn_their_own_rewards_and_the_dead_of_a_team_the_mean_of_th
     np.testing.assert_allclose(rollout.reward[~ends], expected[~ends])
 
 
+@pytest.mark.parametrize("family", ["toy/each", "toy/team"])
+@pytest.mark.parametrize("script", [*TEAMS, *REMEMBER])
+def test_critics_of_rewards_of_their_own_tell_the_dead_from_those_who_see_zeros(script, family, toy):
+    """As the dead earn nothing there: the value of death was that of a life in which zeros are seen."""
+    args = script.Args(env_id=toy_id(script, family))
+    torch.manual_seed(0)
+    agent = script.Agent(envs := script.make_envs(args, 1), args)
+    state, obs = torch.zeros(2, envs.state_size), torch.zeros(2, 3, 3)
+    seen = state, obs, torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+    if script in (coma, coma_lstm):
+        value = agent.values(agent.critic, *seen, torch.zeros(2, 3, 3 * agent.num_actions))
+    elif script is coppo_matrix:
+        value = agent.values(*seen, torch.zeros(2, 3, dtype=torch.int64))
+    elif script in REMEMBER:
+        value, _ = agent.value(*seen, torch.zeros(2, 3, agent.critic.memory_size))
+    else:
+        value = agent.value(*seen)
+    differs = (value[0] != value[1]).view(3, -1).any(1)
+    assert differs.tolist() == [False, family == "toy/each", False]
+
+
 @pytest.mark.parametrize("script", INDEPENDENT)
 def test_what_a_copy_pays_the_dead_is_not_what_the_team_earns(script, team):
     """A reward that an edit adds in `collect` to all agents is worth the same, however many of them live."""

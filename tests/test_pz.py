@@ -1263,6 +1263,19 @@ def test_a_mask_is_one_at_every_step(at_reset, at_step, why, num_workers):
             assert envs.step(np.ones((1, 2), np.int64))[-1]["action_mask"].tolist() == [[[True] * 2, [False, True]]]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("end", [2, 3])
+def test_the_last_mask_may_be_missing_after_a_termination_but_not_at_a_time_limit(end, num_workers):
+    """There a value follows, which was that of the best of all actions, never tried ones among them."""
+    ends = [(end, agent, True) for agent in ("scout", "medic")]
+    masks = {"reset": [(1, "medic", {"action_mask": [0, 1]})], "step": ends}
+    with closing(make(Scouts, 1, num_workers=num_workers, mistakes=masks)) as envs:
+        envs.reset(seed=1)
+        line = "the action_mask of agent medic is there at some steps and not at others"
+        with pytest.raises(EnvError, match=line) if end == 3 else nullcontext():
+            assert envs.step(np.ones((1, 2), np.int64))[2].all()
+
+
 class Infiltrated(Scouts):
     """A third agent, which possible_agents does not name, is there from step `since` on; 0 is reset()."""
 

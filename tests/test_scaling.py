@@ -116,7 +116,7 @@ def test_the_start_of_a_run_is_not_in_the_time_of_a_step():
 
 def test_more_agents_are_measured_and_drawn(data, monkeypatch):
     monkeypatch.setattr(scaling, "NUM_AGENTS", (2,))
-    scaling.main(scaling.Args("agents", steps=102_400, repeats=1, out=data))
+    scaling.main(scaling.Args("agents", steps=51_200, repeats=1, out=data))
     runs = pd.read_csv(data / "mappo_agents.csv")
     pd.concat([runs, runs.assign(agents=6)]).to_csv(data / "mappo_agents.csv", index=False)  # as if of six agents, too
     runs = pd.read_csv(data / "mappo_agents.csv").set_index(["script", "agents"]).microseconds

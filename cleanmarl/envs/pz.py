@@ -360,14 +360,14 @@ class Layout:
             raise EnvError(f"{self.env_id}: the observation of agent {agent} is of size {has}, its space of {declared}")
         return seen
 
-    def legal(self, a: int, obs, info: dict, lives: bool = True) -> np.ndarray | None:
+    def legal(self, a: int, obs, info: dict, needed: bool = True) -> np.ndarray | None:
         """The mask of agent a, None where it has none. EnvError if it is no mask, or comes and goes."""
         agent, size = self.agents[a], self.action_sizes[a]
         holder, where = (obs, "observation") if self.masked[a] else (info.get(agent) or {}, "info")
         if not isinstance(holder, Mapping):
             raise EnvError(f"{self.env_id}: the {where} of agent {agent} is {form_of(holder)}, not a dict")
         mask = holder.get("action_mask")
-        if self.says_legal.setdefault(a, self.masked[a] or mask is not None) is (mask is None) and lives:
+        if self.says_legal.setdefault(a, self.masked[a] or mask is not None) is (mask is None) and needed:
             why = "is there at some steps and not at others: it must always be there, or never"
             raise EnvError(f"{self.env_id}: the action_mask of agent {agent} {why}")
         if mask is None:
@@ -535,13 +535,14 @@ class Block:
 
     def write(self, i: int, obs_rows, state_rows, mask_rows, obs: dict, info: dict) -> None:
         """Fill row i with what the agents in agent_mask see; the others see zeros."""
-        lay, alive, lives = self.layout, self.agent_mask[i].tolist(), mask_rows is self.action_mask
+        lay, alive = self.layout, self.agent_mask[i].tolist()
+        needed = mask_rows is self.action_mask or self.truncation[i]  # after a termination it may be left out
         mask_rows[i] = lay.real_actions
         for a, agent in enumerate(lay.agents):
             if not alive[a] or agent not in obs:
                 obs_rows[i, a], mask_rows[i, a], mask_rows[i, a, 0] = 0, False, True
                 continue
-            mask = lay.legal(a, obs[agent], info, lives)  # who is done, may have left it out
+            mask = lay.legal(a, obs[agent], info, needed)
             value = lay.seen(a, obs[agent])
             if lay.has_pictures:
                 obs_rows[i, a] = value
