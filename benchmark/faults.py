@@ -610,7 +610,7 @@ def growth(rows: list[dict[str, float]], column: str) -> float:
 def verdict(rows: list[dict[str, float]]) -> dict[str, tuple[float, float, float, bool]]:
     """column -> mean of the second half, its largest value, its growth, and whether it is flat.
 
-    Flat: the line grows by less than 1 % of the mean, or, for things that are counted, by less than half of one.
+    Flat: the line grows by less than 1 % of the mean and half a MiB; for things that are counted, by less than a half.
     """
     found = {}
     for column in ("memory", "shared", "descriptors", "threads", "processes"):

@@ -25,8 +25,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from report import (
     COLORS,
     FINAL,
+    LATE,
     PLANNED,
-    last_tenth,
     number,
     read_figure,
     redraw,
@@ -328,7 +328,8 @@ def readme_results(results: Path) -> str:
             runs = data[(data.script == script) & (data.env_id == task)]
             is_battle = figure["tag"] == "rollout/battle_won"
             last = runs[runs.metric == FINAL[not name.startswith(AS_PUBLISHED)]]
-            final = (last_tenth(runs) if is_battle else last).assign(settings=settings)  # all that have them, together
+            final = runs[runs.metric == figure["tag"] + LATE] if is_battle else last
+            final = final.assign(settings=settings)  # all that have them, together
             mean, low, high = summary(final)[["mean", "low", "high"]].iloc[0]
             seeds = runs.seeds.max() if "seeds" in runs else runs.seed.nunique()
             result = number(mean) + ("" if seeds == 1 else f" [{number(low, mean)}, {number(high, mean)}]")

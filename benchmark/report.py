@@ -147,7 +147,8 @@ def seconds(folder: Path, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     entries: Iterable[dict] = []
     with suppress(OSError, ValueError, AttributeError):  # no manifest, half of one, or something else
         entries = json.loads((folder.parent / "manifest.json").read_text()).values()
-    entries = [e for e in entries if isinstance(e, dict) and "tries" in e]
+    # without its sum an entry lacks a try, or the trial is running
+    entries = [e for e in entries if isinstance(e, dict) and {"tries", "wall_seconds"} <= e.keys()]
     tries = next((e["tries"] for e in entries if Path(e.get("run_folder") or "").name == folder.name), [])
     tries = [x for x in tries if x["start"] + x["wall_seconds"] >= times[0]]  # the others made folders of their own
     if not all(any(0 <= time - x["start"] <= x["wall_seconds"] for x in tries) for time in times):
@@ -295,12 +296,14 @@ def final_results(data: pd.DataFrame) -> pd.DataFrame:
 def last_tenth(data: pd.DataFrame) -> pd.DataFrame:
     """Means over the last tenth of training of those curves that are of something else than the return.
 
-    Without interval where the seeds were not kept: what is known are those of each point, which are wider.
+    Of all points in `main`, which keeps them with the curve; older data have the points of the curve alone. Without
+    interval where the seeds were not kept: what is known are those of each point, which are wider.
     """
     curves = data[~data.metric.isin([RETURN, *FINAL, WON, PLANNED])]
     run = [*CURVE, "seed" if "seed" in data else "seeds", "metric"]
     late = curves[curves.step > 0.9 * curves.groupby(run, dropna=False).step.transform("max")]
-    means = late.groupby(run, dropna=False).mean(numeric_only=True).reset_index()
+    runs = late.groupby(run, dropna=False)
+    means = runs.mean(numeric_only=True).assign(step=runs.step.max()).reset_index()
     means = means if "seed" in data else means.assign(low=np.nan, high=np.nan)
     return means.assign(metric=means.metric + LATE)
 
@@ -601,10 +604,13 @@ def write_page(out: Path, caption: str, table: str) -> None:
 
 
 def read_figure(out: Path) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The rows of data/NAME.csv, with those of the last tenth, and what figures.json has of the figure."""
     figure = json.loads((out.parent / "data" / "figures.json").read_text())[out.name]
     file = out.parent / "data" / f"{out.name}.csv"
     try:
-        return pd.read_csv(file), figure
+        data = pd.read_csv(file)
+        is_late = data.metric.str.endswith(LATE)
+        return data if is_late.any() else pd.concat([data, last_tenth(data)], ignore_index=True), figure
     except ValueError as error:  # empty, or half of one
         raise UsageError(
             f"{file} is damaged ({error}): make it anew, or remove {out.name} from figures.json"
@@ -614,7 +620,7 @@ def read_figure(out: Path) -> tuple[pd.DataFrame, dict[str, str]]:
 def redraw(out: Path) -> str:
     """Writes out.svg and out.md from data/ beside them; returns the table of results."""
     data, figure = read_figure(out)
-    table, scores, were_kept = summary(pd.concat([data, last_tenth(data)])), aggregate(data), "mean" not in data
+    table, scores, were_kept = summary(data), aggregate(data), "mean" not in data
     draw(table, scores, figure, out)
     text = final_table(table, figure["note"]) + ("" if scores is None else f"\n{aggregate_table(scores)}")
     write_page(out, caption(table, figure, were_kept, scores is not None), text)
@@ -629,7 +635,7 @@ def page_data(folder: Path) -> dict[str, Any]:
     envs, known = {}, yardsticks()
     for name in json.loads((folder / "data" / "figures.json").read_text()):
         data, figure = read_figure(folder / name)
-        table = summary(pd.concat([data, last_tenth(data)]))
+        table = summary(data)
         note = figure["note"].partition(";")[0]
         for (env_id, script, settings), rows in table.groupby(CURVE, dropna=False):
             points = rows[(rows.metric == figure["tag"]) & np.isfinite(rows["mean"])]  # one may be NaN
@@ -690,7 +696,7 @@ def main(args: Args) -> None:
         raise UsageError(f"no run has {args.tag}; {folder.name} has {', '.join(sorted(known))}")
     folder = args.out.parent / "data"
     folder.mkdir(parents=True, exist_ok=True)
-    points = pd.concat([thin(drawn), final_results(data)])
+    points = pd.concat([thin(drawn), last_tenth(drawn), final_results(data)])
     written = {"step": "{:.8g}", "cpu_seconds": "{:.5g}", "wall_seconds": "{:.5g}", "value": "{:.6g}"}
     for name, form in written.items():
         points[name] = points[name].map(form.format, na_action="ignore")

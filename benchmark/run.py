@@ -301,7 +301,8 @@ class Progress:
     def __init__(self, trials: list[Trial]):
         self.trials, self.begin, self.is_terminal = trials, time.time(), sys.stdout.isatty()
         self.outcomes: dict[str, str] = {}  # key of a trial -> how it ended
-        self.skipped, self.shown = 0, 0.0
+        self.before = {trial.key: trial.progress() for trial in trials}  # what earlier calls have done
+        self.shown = 0.0
 
     def ended(self, trial: Trial, outcome: str, seconds: float | None) -> None:
         """seconds: None if nobody knows them, as of a trial whose own runner was killed."""
@@ -327,8 +328,10 @@ class Progress:
         running = [trial for trial in open_trials if trial.key in of_now]
         ended = list(self.outcomes.values())
         counts = f"{ended.count('finished')} of {len(self.trials)} done, {len(running)} running"
-        work_done = len(ended) - self.skipped + sum(trial.progress() for trial in running)
-        left = (time.time() - self.begin) * (len(self.trials) - self.skipped - work_done) / max(work_done, 1e-9)
+        work_done = sum(1 - self.before[key] for key in self.outcomes)
+        work_done += sum(trial.progress() - self.before[trial.key] for trial in running)
+        work_left = len(self.trials) - sum(self.before.values()) - work_done
+        left = (time.time() - self.begin) * work_left / max(work_done, 1e-9)
         eta = f", ETA {timedelta(seconds=round(left))}" if work_done > 0 else ""
         return f"{counts}, {ended.count('failed')} failed{eta}"
 
@@ -407,7 +410,7 @@ def run_all(args: Args, flags: list[str], trials: dict[int, Trial]) -> int:
         pending = {}
         for index, trial in trials.items():
             if trial.state() == "finished":
-                progress.outcomes[trial.key], progress.skipped = "finished", progress.skipped + 1
+                progress.outcomes[trial.key], progress.before[trial.key] = "finished", 1.0
                 if diff := trial.other_version():
                     say(f"{trial}: finished before by another version of the script ({diff}); skipped\n")
                 else:

@@ -11,8 +11,8 @@ lie in that of the annotation. The first trial has the script's defaults, if the
 A trial runs every environment and seed, one after the other, as `benchmark/run.py` does: with logs, a manifest, a
 second try, and with --resume for what was interrupted. Its score is the mean of their last evaluations; with several
 environments each is scaled so that 0 is random and 1 the best known of benchmark/yardsticks.csv. Evaluations on the way
-(--eval-interval) decide whether a trial is worse than the median of the others at that step: then it is stopped. The
-study is RUNS_DIR/study.db (SQLite), its table RUNS_DIR/trials.csv; a folder is for one search.
+(--eval-interval) decide whether a trial's best one so far is worse than the median of the others at that step: then it
+is stopped. The study is RUNS_DIR/study.db (SQLite), its table RUNS_DIR/trials.csv; a folder is for one search.
 """
 
 import dataclasses

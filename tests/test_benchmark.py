@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from cleanmarl import ppo
@@ -186,6 +187,24 @@ def test_a_grid_is_known_from_another_folder_and_after_it_has_moved(toy):
         assert result.returncode == 0 and f" {runs_dir}/{folder.name}" in result.stdout, result.stdout
         assert [done.parent.name for done in (toy / "moved").glob("*/done.json")] == [folder.name]
         assert ("finished before, skipped" in result.stdout) == (runs_dir != "moved")  # at first it was resumed
+
+
+def test_the_time_left_is_by_what_this_call_has_done(tmp_path):
+    """What a resumed trial had done before took none of this call's time."""
+    spec = importlib.util.spec_from_file_location("runner", BENCHMARK / "run.py")
+    sys.path.insert(0, str(BENCHMARK))
+    spec.loader.exec_module(runner := importlib.util.module_from_spec(spec))
+    sys.path.remove(str(BENCHMARK))
+    trial = runner.Trial("python toy.py", "e", 1, [], tmp_path)
+    trial.log.parent.mkdir()
+    trial.log.write_text("step 90/100  90%\n")
+    progress = runner.Progress([trial])
+    start = datetime.now().astimezone().isoformat(timespec="seconds")
+    (tmp_path / "manifest.json").write_text(json.dumps({trial.key: {"status": "running", "start": start}}))
+    assert progress.line() == "0 of 1 done, 1 running, 0 failed"  # nothing done yet: nobody knows
+    trial.log.write_text("step 91/100  91%\n")
+    progress.begin -= 60
+    assert re.fullmatch(r"0 of 1 done, 1 running, 0 failed, ETA 0:09:\d\d", progress.line())
 
 
 def test_a_run_folder_is_found_in_the_midst_of_a_line_and_not_where_one_is_spoken_of(toy):

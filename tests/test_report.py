@@ -146,8 +146,9 @@ def test_seconds_are_those_of_the_manifest_without_the_time_between_two_tries(tm
     tries = [{"start": 1000.0, "wall_seconds": 50.0, "cpu_seconds": 1.0}]  # failed, in another folder
     tries += [{"start": 2000.0, "wall_seconds": 100.0, "cpu_seconds": 80.0}]
     tries += [{"start": 3000.0, "wall_seconds": 10.0, "cpu_seconds": 20.0}]
-    manifest = {"key": {"run_folder": "elsewhere/a", "tries": tries}, "other": {"run_folder": "b", "tries": []}}
-    (tmp_path / "runs" / "manifest.json").write_text(json.dumps(manifest))
+    entry = {"run_folder": "elsewhere/a", "tries": tries, "wall_seconds": 160}
+    manifest = tmp_path / "runs" / "manifest.json"
+    manifest.write_text(json.dumps({"key": entry, "other": {"run_folder": "b", "tries": []}}))
     cpu, wall = report.seconds(folder, np.array([2010.0, 2100.0, 3005.0]))
     np.testing.assert_allclose(wall, [10, 100, 105])
     np.testing.assert_allclose(cpu, [8, 80, 90])
@@ -165,6 +166,10 @@ def test_seconds_are_those_of_the_manifest_without_the_time_between_two_tries(tm
         cpu, wall = report.seconds(folder, np.array(sorted([start + 5.0, 2010.0, 2100.0, 3005.0])))
         assert np.isnan(cpu).all() and wall.tolist() == ([5, 15, 105, 110] if start < 2000 else [10, 100, 105, 110])
         file.unlink()
+
+    del entry["wall_seconds"]  # a try is not among them, of which not even a point is left
+    manifest.write_text(json.dumps({"key": entry}))
+    assert np.isnan(report.seconds(folder, np.array([2010.0, 2100.0, 3005.0]))[0]).all()
 
 
 def test_points_are_interpolated_onto_the_steps_that_all_seeds_cover():
@@ -219,6 +224,22 @@ def test_the_last_tenth_has_an_interval_only_where_the_seeds_are_known():
     assert late[["mean", "low", "high"]].to_numpy().tolist() == [[0, 0, 0]]
     late = report.last_tenth(report.summary(seeds))
     assert late["mean"].tolist() == [0] and late[["low", "high"]].isna().all(axis=None)
+
+
+def test_the_last_tenth_is_that_of_all_points_of_each_seed(tmp_path):
+    """The curve has some of them, and of seeds that end apart only what all have."""
+    rng = np.random.default_rng(0)
+    values = {1: rng.random(1000), 2: rng.random(500)}
+    for seed, curve in values.items():
+        points = [*enumerate(curve, start=1)]
+        write_run(tmp_path / "runs" / str(seed), {"rollout/battle_won": points}, seed=seed)
+    report.main(report.Args([tmp_path / "runs"], out=tmp_path / "docs" / "a", tag="rollout/battle_won"))
+    data, _ = report.read_figure(tmp_path / "docs" / "a")
+    late = data[data.metric == "rollout/battle_won, last tenth"]
+    assert late.seed.tolist() == [1, 2] and late.step.tolist() == [1000, 500]
+    np.testing.assert_allclose(late.value, [values[1][-100:].mean(), values[2][-50:].mean()], rtol=1e-4)
+    cell = f"{late.value.mean():.2f} [{late.value.min():.2f}, {late.value.max():.2f}]"
+    assert cell in (tmp_path / "docs" / "a.md").read_text()
 
 
 def scores(**tasks: list[float]) -> pd.DataFrame:
@@ -652,7 +673,8 @@ def test_seeds_without_a_step_in_common_make_no_curve(tmp_path, capsys):
     )
     data = pd.read_csv(tmp_path / "data" / "a.csv")
     assert set(data[data.metric == report.EVAL].script) == {"toy"} and data.step.max() == 40
-    assert "| apart |  | 2 | 20 to 40 |  |  | 150.0 [100.0, 200.0] |" in (tmp_path / "a.md").read_text()
+    cell = "150.0 [100.0, 200.0]"
+    assert f"| apart |  | 2 | 20 to 40 | {cell} |  | {cell} |" in (tmp_path / "a.md").read_text()
     svg = (tmp_path / "a.svg").read_text()
     assert "apart (2 seeds)" not in svg and "apart (4 runs)" in svg
     with pytest.raises(UsageError, match="there is no curve to draw"):
