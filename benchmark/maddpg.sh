@@ -19,6 +19,8 @@ run maddpg_multienvs 3 mpe/simple_speaker_listener_v4 runs/maddpg_multienvs_list
 run maddpg_multienvs 3 mpe/simple_adversary_v3 runs/maddpg_multienvs_simple_adversary --total-timesteps 1000000
 plot maddpg_multienvs_spread_long --note "the defaults"
 plot maddpg_spread_longer --note "the defaults"
+# targets as slow as those of maddpg.py, in no figure
+run maddpg_multienvs 1 mpe/simple_spread_v3 runs/maddpg_multienvs_polyak --total-timesteps 3000000 --polyak 0.005
 plot maddpg_multienvs_listener_long --note "the defaults"
 plot maddpg_multienvs_simple_adversary --tag eval/ep_reward_agent_1 \
     --note "the defaults; the curve is an agent of the pair in evaluations, the table the sum of all three agents"
