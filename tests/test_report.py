@@ -867,7 +867,7 @@ def test_every_learning_curve_says_its_settings_and_its_commands():
     data = BENCHMARK.parent / "docs" / "results" / "data"
     for name, figure in json.loads((data / "figures.json").read_text()).items():
         assert figure["note"] and (BENCHMARK.parent / figure["command"]).exists(), name
-        assert (data / f"{name}.csv").stat().st_size < 650_000, name  # thirty runs, or nine with many flags
+        assert (data / f"{name}.csv").stat().st_size < 660_000, name  # thirty runs, or ten with many flags
 
 
 def test_yardsticks_have_sources_and_the_best_is_better_than_random():
