@@ -901,9 +901,7 @@ def bustle(obs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.choice(5, p=[0.05, 0.5, 0.15, 0.15, 0.15], size=obs.shape[:2])
 
 
-def equal_their_package(
-    env_id: str, options: dict, time_limit: int | None, policy, steps: int, N: int = 3
-) -> tuple[int, int]:
+def equal_their_package(env_id: str, options: dict, time_limit: int | None, policy, steps: int) -> tuple[int, int]:
     """Episodes step for step beside those of the package; how many ended by themselves, and were rewards earned."""
     name, N = env_id.split("/")[1], 3
     envs, record = play(env_id, N, steps, seed=5, policy=policy, **options)
@@ -965,11 +963,11 @@ SMALL_WAREHOUSE = "..x.\n.xg.\n....\nxx.g"  # where robots that act at random de
         ("rware-tiny-19ag-v2", {}, 1),  # a crowd
         ("rware-small-12ag-hard-v2", {"sensor_range": 3}, 0),
         ("small", {"n_agents": 1}, 10),
-        ("small", {"n_agents": 4, "request_queue_size": 1}, 20),
-        ("small", {"n_agents": 6, "reward_type": "GLOBAL"}, 300),
-        ("small", {"n_agents": 6, "reward_type": "TWO_STAGE"}, 80),
-        ("small", {"n_agents": 9, "sensor_range": 0}, 80),
-        ("small", {"n_agents": 5, "sensor_range": 2, "max_inactivity_steps": 9}, 30),
+        ("small", {"n_agents": 4, "request_queue_size": 1}, 10),
+        ("small", {"n_agents": 6, "reward_type": "GLOBAL"}, 150),
+        ("small", {"n_agents": 6, "reward_type": "TWO_STAGE"}, 40),
+        ("small", {"n_agents": 9, "sensor_range": 0}, 25),
+        ("small", {"n_agents": 5, "sensor_range": 2, "max_inactivity_steps": 9}, 15),
         ("small", {"n_agents": 2, "max_steps": None, "max_inactivity_steps": 70, "normalised_coordinates": True}, 30),
     ],
 )
@@ -985,7 +983,8 @@ def test_rware_equals_its_package(name, options, at_least):
     options = {"max_steps": 60} | options
     policy = partial(bustle, rng=np.random.default_rng(2))
     time_limit = options["max_steps"]
-    steps = 2000 if "2ag" in name else 400  # three times; of a crowd: the package's steps take milliseconds
+    # three times; fewer of a crowd, whose steps take the package milliseconds
+    steps = 6000 // max(3, options["n_agents"]) if "n_agents" in options else 400
     finished, earned = equal_their_package(f"rware/{name}", options, time_limit, policy, steps)
     assert earned >= at_least and (finished > 0) == ("max_inactivity_steps" in options)
 
