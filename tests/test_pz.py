@@ -242,6 +242,30 @@ def test_multiwalker_falls():
         assert row[-1]["final_obs"][n].any() and row[-1]["agent_mask"].all()
 
 
+@pytest.mark.parametrize("options", [{}, {"terminate_on_fall": False}, {"terminate_on_fall": False, "n_walkers": 2}])
+def test_multiwalker_ends_at_its_limit_by_truncation(options):
+    """PettingZoo's says that all have terminated there, and nothing of who fell in that step."""
+    num_limits = 0
+    for max_cycles in range(2, 90, 4):
+        envs = make("pz/sisl/multiwalker_v9", 1, num_workers=0, max_cycles=max_cycles, **options)
+        game = envs.block.envs[0].unwrapped.env
+        rng, (_, info) = np.random.default_rng(max_cycles), envs.reset(seed=max_cycles)
+        begin, dones, length = game.reset, [], 0
+        game.reset = lambda: (dones.extend(game.last_dones), begin())  # noqa: B023 (as it was when the episode ended)
+        while not dones:
+            alive, length = info["agent_mask"][0], length + 1
+            action = rng.uniform(-1, 1, envs.action_space.shape).astype(np.float32)
+            _, _, termination, truncation, info = envs.step(action)
+        dones = np.array(dones, bool)
+        at_limit = length == max_cycles and not dones.all()
+        assert truncation[0] == at_limit and termination[0] == (not at_limit)
+        np.testing.assert_array_equal(info["final_agent_mask"][0], alive & ~dones if at_limit else alive & False)
+        assert not at_limit or info["final_obs"][0][alive & ~dones].any(-1).all()
+        num_limits += at_limit
+        envs.close()
+    assert num_limits > 5
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("keep_dead", [False, True])
 def test_masks_padding_and_death(toy, num_workers, keep_dead):

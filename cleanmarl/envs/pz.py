@@ -21,7 +21,8 @@ act at once. In Python `make` takes the class or function itself, too. What the 
     dead agent      done, or not in env.agents: observation and reward 0, only action 0 is legal, and is not passed on;
                     who had left env.agents and is there again is alive again;
                     who is truncated alone, while others play on, is dead too, and nobody learns a value of its last
-                    observation: PettingZoo's time limits end all agents at once
+                    observation: PettingZoo's time limits end all agents at once (multiwalker's says that they have
+                    terminated, and is put right here)
     episode end     no agent is left: truncation if one that lived until then was truncated and not terminated;
                     battle_won where the environment has an attribute of that name
     seeds           reset(seed=s) gives env_seeds(s, N)[i] to environment i, each later episode the next number of a
@@ -63,6 +64,7 @@ from cleanmarl.machine import WORKER_BYTES
 import cloudpickle
 import numpy as np
 from gymnasium import spaces
+from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import aec_to_parallel
 
 PETTINGZOO = ("atari", "butterfly", "classic", "sisl")  # packages inside pettingzoo; others stand by themselves
@@ -201,6 +203,8 @@ def build(name: str | Callable, options: dict):
             raise unknown_name(f"pz/{name}", known_names()) from None
         hint = INSTALL.get(package, f"pip install {error.name}")
         raise EnvError(f"pz/{name} needs a package that is missing ({error}): {hint}") from error
+    if name == "sisl/multiwalker_v9":
+        return Multiwalker(module.parallel_env(**options))
     if hasattr(module, "parallel_env"):
         return module.parallel_env(**options)
     if not hasattr(module, "env"):
@@ -210,6 +214,19 @@ def build(name: str | Callable, options: dict):
         env.close()
         raise EnvError(f"pz/{name} has no parallel_env: its agents take turns, here all agents act at once")
     return aec_to_parallel(env)
+
+
+class Multiwalker(BaseParallelWrapper):
+    """multiwalker with a time limit that truncates; its own says of all walkers that they fell (PettingZoo 1.27)."""
+
+    def step(self, actions: dict):
+        obs, reward, termination, truncation, info = super().step(actions)
+        game: Any = self.unwrapped
+        if game.env.frames >= game.env.max_cycles:
+            fell = dict(zip(self.possible_agents, map(bool, game.env.last_dones)))
+            termination = {agent: fell[agent] for agent in termination}
+            truncation = {agent: not fell[agent] for agent in termination}
+        return obs, reward, termination, truncation, info
 
 
 class Layout:
