@@ -145,10 +145,13 @@ class Trial:
     def folder(self) -> Path | None:
         """The run folder that the trial named last; its log knows it even if this program was killed.
 
+        Where the log is no longer there, the manifest knows it.
         By its name in `runs_dir`: the path was relative to the folder of then, and all of it may have moved. A line may
         begin with other output (a bar of progress), and one that only speaks of a run folder names none that is there.
         """
         found = re.findall(r"run folder: (.+?)(?: \(resumed at step [\d,]+\))?$", self.output(), re.MULTILINE)
+        if not found and (known := read_manifest(self.runs_dir).get(self.key, {}).get("run_folder")):  # no log any more
+            found = [known]
         folders = [self.runs_dir / Path(path).name for path in reversed(found)]
         return next((folder for folder in folders if folder.is_dir()), None)
 
@@ -193,7 +196,7 @@ class Trial:
                 if stops():
                     return "interrupted"
                 if not is_told:
-                    say(f"{self}: another program runs it, which is waited for: {self.log}\n")
+                    say(f"{self}: another program or trial runs it, which is waited for: {self.log}\n")
                     is_told = True
                 time.sleep(0.1)
             entry = read_manifest(self.runs_dir).get(self.key, {})
@@ -312,7 +315,9 @@ class Progress:
         if not self.is_terminal or outcome == "failed":
             say(f"{self._clear()}{text} | {self.line()}\n")
         if outcome == "failed":
-            say(f"    the end of {trial.log}:\n{trial.tail()}")
+            status = read_manifest(trial.runs_dir).get(trial.key, {}).get("exit_status") or 0
+            killed = f"killed by signal {-status}; " if status < 0 else ""  # of which its output says nothing
+            say(f"    {killed}the end of {trial.log}:\n{trial.tail()}")
 
     def show(self) -> None:
         if self.is_terminal and time.time() - self.shown > 1:
@@ -324,7 +329,8 @@ class Progress:
         manifest = read_manifest(self.trials[0].runs_dir)
         begin = datetime.fromtimestamp(self.begin - 1).astimezone().isoformat(timespec="seconds")
         open_trials = [trial for trial in self.trials if trial.key not in self.outcomes]
-        of_now = {key for key, entry in manifest.items() if entry["status"] == "running" and entry["start"] >= begin}
+        under_way = {key: entry for key, entry in manifest.items() if entry.get("status") == "running"}
+        of_now = {key for key, entry in under_way.items() if entry["start"] >= begin}
         running = [trial for trial in open_trials if trial.key in of_now]
         ended = list(self.outcomes.values())
         counts = f"{ended.count('finished')} of {len(self.trials)} done, {len(running)} running"
@@ -332,7 +338,7 @@ class Progress:
         work_done += sum(trial.progress() - self.before[trial.key] for trial in running)
         work_left = len(self.trials) - sum(self.before.values()) - work_done
         left = (time.time() - self.begin) * work_left / max(work_done, 1e-9)
-        eta = f", ETA {timedelta(seconds=round(left))}" if work_done > 0 else ""
+        eta = f", ETA {timedelta(seconds=round(left))}" if work_done > 0 and open_trials else ""
         return f"{counts}, {ended.count('failed')} failed{eta}"
 
     def _clear(self) -> str:

@@ -219,6 +219,9 @@ def main(args: Args) -> None:
     sides = dict.fromkeys(by.by for by in CONTESTANTS)
     if not set(args.by) <= set(sides):
         refuse(f"--by takes some of: {', '.join(sides)}")
+    asked = [by for by in CONTESTANTS if (not args.only or by.task in args.only) and (not args.by or by.by in args.by)]
+    if not asked:
+        refuse(f"--only {' '.join(args.only)} is not run by --by {' '.join(args.by)}")
     if not args.peers.is_dir():
         refuse(f"there is no folder --peers {args.peers}")
     tables = {DATA / "speed_time_to_score.csv": COLUMNS, DATA / "speed_time_to_score_curves.csv": CURVE_COLUMNS}
@@ -227,9 +230,7 @@ def main(args: Args) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # so that `run` ends its child
     for seed in args.seeds:
-        for by in CONTESTANTS[:: 1 if seed % 2 else -1]:
-            if (args.only and by.task not in args.only) or (args.by and by.by not in args.by):
-                continue
+        for by in asked[:: 1 if seed % 2 else -1]:
             row, curve = run(by, args.peers, seed)
             print(row.to_string(columns=COLUMNS[:8], index=False, header=False), flush=True)
             for path, rows in zip(tables, (row, curve)):

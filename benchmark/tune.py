@@ -16,6 +16,7 @@ is stopped. The study is RUNS_DIR/study.db (SQLite), its table RUNS_DIR/trials.c
 """
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
@@ -31,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from cleanmarl.cli import UsageError, check, check_range, flag, interval
@@ -76,8 +78,8 @@ class Args:
     """where the study, the run folders, the manifest and the logs go"""
 
 
-def script_args(command: str) -> type:
-    """The class Args of the script that a command runs, by path or with -m."""
+def script_of(command: str) -> ModuleType:
+    """The script that a command runs, by path or with -m, as a module; it has a class Args."""
     argv = to_argv(command)
     spec = None
     path = next((word for word in argv if word.endswith(".py")), None)
@@ -99,7 +101,7 @@ def script_args(command: str) -> type:
     finally:
         sys.path.remove(folder)
     check(hasattr(module, "Args"), f"{spec.origin} has no Args")
-    return module.Args
+    return module
 
 
 def plain(hint: Any) -> Any:
@@ -203,7 +205,8 @@ class Search:
         message = f"{' '.join(sorted(own))} is the search's: give --num-seeds, --env-ids, --runs-dir, before --"
         check(not own, f"{message}; the same call again resumes what was interrupted")
         self.args, self.flags, self.stops = args, flags, stops
-        self.script = script_args(args.command)
+        module = script_of(args.command)
+        self.script, self.digest = module.Args, hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
         self.space = {name_of(text): read_param(text, self.script) for text in args.params}
         both = given & {form for name in self.space for form in (flag(name), flag(f"no_{name}"))}
         check(not both, f"{' '.join(sorted(both))} is given, and --params searches it")
@@ -247,6 +250,9 @@ class Search:
             message = f"{args.runs_dir} holds a search with {name} '{held.get(name)}', not '{words}'"
             check(held.get(name, words) == words, f"{message}; choose another --runs-dir")
             self.study.set_user_attr(name, words)
+        if held.get("script", self.digest) != self.digest:
+            print("the script has changed since the trials before: their scores are of another version", flush=True)
+        self.study.set_user_attr("script", self.digest)
 
     def ended(self) -> list[optuna.trial.FrozenTrial]:
         """The trials that count: complete, stopped early, or failed by themselves."""

@@ -171,7 +171,7 @@ def limits(hint: Any) -> list[Gt | Ge | Lt | Le]:
 
 
 def check_ranges(args: Any) -> None:
-    """Raise UsageError for the first number of a dataclass that is outside its range.
+    """Raise UsageError for the first value of a dataclass that is outside its range, or none of its choices.
 
     The range that a base class declares holds where a subclass only changes the default.
     """
@@ -181,7 +181,10 @@ def check_ranges(args: Any) -> None:
 
 
 def check_range(name: str, value: Any, hint: Any) -> None:
-    """Raise UsageError for what is no number, or one outside the limits of its type hint; also in a tuple or list."""
+    """Raise UsageError for what its type hint does not allow: no choice or number of it; also in a tuple or list."""
+    allowed = choices(hint)
+    if allowed and not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise UsageError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}")
     if isinstance(value, tuple | list):
         for element in value:
             check_range(name, element, hint)
@@ -195,6 +198,17 @@ def check_range(name: str, value: Any, hint: Any) -> None:
     inside = (low < value or (value == low and left == "[")) and (value < high or (value == high and right == "]"))
     wanted = range_text(hint) if high < math.inf or right == "]" or math.isfinite(value) else "finite"
     check(inside, f"{name} must be {wanted}, not {value}")
+
+
+def choices(hint: Any) -> list[Any]:
+    """All that a type hint allows, if they can be listed: ["adam", "rmsprop"] of a Literal, [False, True] of bool."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return [*inner]
+    if origin in (typing.Union, types.UnionType):
+        of_each = [choices(x) for x in inner]
+        return [choice for listed in of_each for choice in listed] if all(of_each) else []
+    return [False, True] if hint is bool else [None] if hint is types.NoneType else []
 
 
 def plain_types(hint: Any) -> set[type]:

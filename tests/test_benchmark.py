@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,6 +257,20 @@ def test_a_trial_that_crashes_after_its_end_is_not_run_again(toy):
     assert (entry["status"], entry["exit_status"]) == ("finished", -signal.SIGSEGV)
 
 
+def test_a_trial_that_a_signal_ended_is_said_to_be(toy):
+    """By the kernel where memory is short: its output says nothing of it."""
+    (toy / "toy.py").write_text("import os\nos.kill(os.getpid(), 9)")
+    result = run_cli(toy, num_seeds=1)
+    assert result.returncode == 1 and "    killed by signal 9; the end of runs/logs/" in result.stdout
+
+
+def test_a_trial_is_found_again_without_its_log(toy):
+    assert run_cli(toy, num_seeds=1).returncode == 0
+    shutil.rmtree(toy / "runs" / "logs")
+    again = run_cli(toy, num_seeds=1)
+    assert again.returncode == 0 and "finished before, skipped" in again.stdout and len(folders(toy)) == 1
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_runner_passes_a_signal_on_and_resumes(toy, signum):
     (toy / "slow").touch()
@@ -263,7 +278,7 @@ def test_runner_passes_a_signal_on_and_resumes(toy, signum):
     runner = subprocess.Popen([*argv, "--workers", "2"], cwd=toy, stdout=subprocess.PIPE, text=True)
     wait_for(lambda: len(list((toy / "runs").glob("*/started"))) == 2)
     second = subprocess.Popen([*argv[:-1], "1"], cwd=toy, stdout=subprocess.PIPE, text=True)  # waits for seed 1
-    assert "another program runs it" in second.stdout.readline() and len(folders(toy)) == 2
+    assert "another program or trial runs it" in second.stdout.readline() and len(folders(toy)) == 2
     second.terminate()
     assert second.wait(timeout=30) == 128 + signal.SIGTERM
     os.kill(runner.pid, signum)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cleanmarl.__main__ import scripts
 from cleanmarl.cli import (
@@ -111,6 +111,30 @@ def test_ranges_are_their_comparisons(left, right, low, high, value):
         assert allowed
     except UsageError:
         assert not allowed
+
+
+@dataclass
+class Choices(Args):
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+    depth: Literal[1, 2] | None = None
+    is_deep: bool | None = None
+    anneal_lr: bool = True
+
+
+def test_choices_are_those_of_the_command_line():
+    """Another word was taken for the last choice: qmix.Args(optimizer="adam") trained with RMSprop."""
+    Choices(optimizer="rmsprop", depth=2, is_deep=True, anneal_lr=np.bool_(False))
+    for wrong, line in (
+        ({"optimizer": "Adam"}, "--optimizer must be 'adam' or 'rmsprop', not 'Adam'"),
+        ({"optimizer": None}, "--optimizer must be 'adam' or 'rmsprop', not None"),
+        ({"depth": 3}, "--depth must be 1 or 2 or None, not 3"),
+        ({"depth": True}, "--depth must be 1 or 2 or None, not True"),
+        ({"is_deep": 1}, "--is-deep must be False or True or None, not 1"),
+        ({"anneal_lr": "False"}, "--anneal-lr must be False or True, not 'False'"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            Choices(**wrong)
+        assert str(caught.value) == line
 
 
 @pytest.mark.parametrize("hint", [NonNegativeInt, NonNegativeFloat])

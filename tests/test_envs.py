@@ -989,6 +989,38 @@ def test_rware_equals_its_package(name, options, at_least):
     assert earned >= at_least and (finished > 0) == ("max_inactivity_steps" in options)
 
 
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "mpe/simple_spread_v3",
+        "matrix/climbing",
+        pytest.param("lbf/Foraging-8x8-2p-2f-v3", marks=needs("lbforaging")),
+        pytest.param("rware/rware-tiny-2ag-v2", marks=needs("rware")),
+    ],
+)
+def test_steps_change_no_snapshot(env_id):
+    envs, rng = make(env_id, 3), np.random.default_rng(0)
+    obs, info = envs.reset(seed=1)
+    snapshot, actions = envs.snapshot(), [random_legal(envs, info["action_mask"], rng) for _ in range(30)]
+    first = [envs.step(action) for action in actions]
+    obs_, _ = envs.restore(snapshot)
+    np.testing.assert_array_equal(obs, obs_)
+    for action, step in zip(actions, first):
+        again = envs.step(action)
+        for x, y in zip(step[:4], again[:4]):
+            np.testing.assert_array_equal(x, y)
+        assert ("episode" in step[4]) == ("episode" in again[4])
+    envs.close()
+
+
+def test_pgx_is_over_after_close():
+    envs = make("pgx/TicTacToe-v1", 2)
+    _, info = envs.reset(seed=0)
+    envs.close()
+    with pytest.raises(EnvError, match=r"call reset\(\) before step\(\), and not after close"):
+        envs.step(info["action_mask"].argmax(-1))
+
+
 @needs("rware")
 def test_rware_goes_on_from_a_snapshot():
     """With the requests to come, and with what is in robots' hands."""
@@ -1049,6 +1081,9 @@ def test_lbf_with_five_foods_is_the_task_of_four_with_one_more():
         pytest.param("lbf/CartPole-v1", {}, "unknown environment 'lbf/CartPole-v1'", marks=needs("lbforaging")),
         pytest.param("lbf/Foraging-8x8-2p-2f-v3", {"food": 1}, "cannot be built .*'food'", marks=needs("lbforaging")),
         pytest.param("lbf/Foraging-8x8-2p-2f-v3", {"sight": "x"}, "cannot be built .*'x'", marks=needs("lbforaging")),
+        pytest.param(
+            "lbf/Foraging-8x8-2p-2f-v3", {"field_size": (8, 9)}, "be square, not .8, 9.", marks=needs("lbforaging")
+        ),
         pytest.param("rware/rware-tiny-2ag-v1", {}, "did you mean rware/rware-tiny-2ag-v2", marks=needs("rware")),
         ("jumanji/RobotWarehouse", {}, "did you mean jumanji/RobotWarehouse-v0"),
         ("jumanji/Cleaner-v0", {"size": 1}, "no option 'size'"),

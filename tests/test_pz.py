@@ -967,6 +967,21 @@ class Scouts(ParallelEnv):
         return self.returned("step", np.ones(self.space.shape, self.space.dtype), 1.0, False, False, {})
 
 
+class Late(Scouts):
+    """One of two joins at the second step."""
+
+    def reset(self, seed=None, options=None):
+        returned = super().reset(seed, options)
+        self.agents = self.agents[:1]
+        return returned
+
+
+def test_who_comes_later_where_none_may_be_missing_is_said():
+    envs = make(Late, 1, num_workers=0, may_die=False, mistakes={})
+    with closing(envs), pytest.raises(EnvError, match="is gone, or not there yet, and may_die is False"):
+        envs.reset(seed=1)
+
+
 def mistake_of(mistakes: dict, num_workers: int, **options) -> str:
     """The line of the EnvError: of reset() when environments are made, of step() when they are played."""
     options |= {"num_workers": num_workers, "mistakes": mistakes}

@@ -146,6 +146,8 @@ def test_results_stay_as_they_were_and_can_be_written():
         ("smax/3m", {"steps": 3}, "unexpected keyword argument 'steps'"),
         ("smax/3m?attack_mode=rnadom", {}, "attack_mode must be 'closest' or 'random', not 'rnadom'"),
         ("smax/3m", {"observation_type": "list"}, "'unit_list' or 'conic'"),
+        ("smax/3m?num_allies=5", {}, "num_allies is what the scenario says, and no option"),
+        ("smax/3m?unit_type_names=['a']", {}, "could not convert string to float"),
         ("smax/3m", {"action_type": "continuous"}, "action_type must be 'discrete', not 'continuous'"),
         ("smax/3m", {"render_mode": "human"}, "render_mode must be None or 'rgb_array'"),
     ],
@@ -154,6 +156,14 @@ def test_wishes_that_cannot_be_met(env_id, options, text):
     with pytest.raises(EnvError) as caught:
         make(env_id, 1, **options)
     assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@NEEDED
+def test_numbers_of_each_type_are_a_list():
+    envs = make("smax/3m?unit_type_health=[90,125,160,150,35,80]", 2)
+    _, info = envs.reset(seed=1)
+    envs.step(focus_fire(info["action_mask"]))
+    assert envs.batch[1].state.unit_health.tolist() == [[90] * 6] * 2
 
 
 @NEEDED

@@ -105,10 +105,17 @@ def test_a_table_that_is_cut_off_is_told_before_any_run(cut, results, tmp_path, 
     assert f"{path} is damaged" in capsys.readouterr().err
 
 
-def test_a_task_that_is_not_there_is_one_line(results, tmp_path, capsys):
+def test_a_task_that_is_not_there_is_one_line(results, tmp_path, monkeypatch, capsys):
+    listed = time_to_score.CONTESTANTS
+    monkeypatch.setattr(time_to_score, "CONTESTANTS", [*listed, Contestant("spread", -30, "mappo", OURS)])
     for peers, given, line in (
-        (tmp_path, {"only": ("CartPole-v1", "CartPole")}, "--only takes some of: CartPole-v1, CartPole-v1, to the end"),
-        (tmp_path, {"by": ("nobody",)}, "--by takes some of: ppo"),
+        (
+            tmp_path,
+            {"only": ("CartPole-v1", "CartPole")},
+            "--only takes some of: CartPole-v1, CartPole-v1, to the end, spread",
+        ),
+        (tmp_path, {"by": ("nobody",)}, "--by takes some of: ppo, mappo"),
+        (tmp_path, {"only": ("CartPole-v1",), "by": ("mappo",)}, "--only CartPole-v1 is not run by --by mappo"),
         (tmp_path / "none", {}, f"there is no folder --peers {tmp_path / 'none'}"),
     ):
         with pytest.raises(SystemExit, match="2"):

@@ -270,6 +270,14 @@ def test_a_later_call_tries_other_parameters(toy):
     assert len(tried) == len(set(tried)) == 6
 
 
+def test_an_edited_script_is_told_apart(toy, capsys):
+    told = "the script has changed since the trials before: their scores are of another version\n"
+    for edit, lines in (("", 0), ("", 0), ("# another\n", 1), ("", 0)):
+        (toy / "toy.py").write_text((toy / "toy.py").read_text() + edit)
+        tune.Search(toy_args(2), [], lambda: 0).file.close()
+        assert capsys.readouterr().out.count(told) == lines
+
+
 def test_trials_that_end_at_once_are_counted_one_by_one(toy, capsys):
     (toy / "toy.py").write_text(SCRIPT.replace("60 if", "0 if"))
     search = tune.Search(toy_args(4, num_seeds=1), [], lambda: 0)

@@ -171,7 +171,7 @@ class EpisodeStatistics:
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Returns and lengths so far; the wall time of what is under way counts anew after `restore`."""
-        return {"returns": self.returns, "lengths": self.lengths}
+        return {"returns": self.returns.copy(), "lengths": self.lengths.copy()}
 
     def restore(self, snapshot: dict[str, np.ndarray]) -> None:
         self.returns[:], self.lengths[:] = snapshot["returns"], snapshot["lengths"]

@@ -89,7 +89,7 @@ class BatchedVectorEnv(MultiAgentVectorEnv, ABC):
         """Where all is, random numbers to come, returns and lengths; not before `reset`."""
         assert self.statistics is not None
         rngs = [rng.bit_generator.state for rng in self._generators()]
-        arrays = {key: getattr(self, key) for key in self.arrays}
+        arrays = {key: getattr(self, key).copy() for key in self.arrays}
         return {"arrays": arrays, "rngs": rngs, "episodes": self.statistics.snapshot()}
 
     def restore(self, snapshot: dict) -> tuple[np.ndarray, dict[str, np.ndarray]]:

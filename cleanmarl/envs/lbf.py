@@ -23,7 +23,7 @@ with the sum over agents.
 import re
 from typing import ClassVar
 
-from cleanmarl.envs import building, draw, unknown_name
+from cleanmarl.envs import EnvError, building, draw, unknown_name
 from cleanmarl.envs.batch import BatchedVectorEnv, construct, need
 
 import gymnasium as gym
@@ -65,7 +65,11 @@ def package_env(name: str, **options):
         sibling = name
     if sibling not in gym.registry or not name.startswith("Foraging"):
         raise unknown_name(f"lbf/{name}", known_names())
-    return construct(sibling, options)
+    game = construct(sibling, options)
+    if game.rows != game.cols:
+        bounds = "of others the package's bounds of observations are wrong"
+        raise EnvError(f"lbf/{name}: field_size must be square, not {game.field_size}: {bounds}")
+    return game
 
 
 MOVES = np.array([(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1), (0, 0)])  # row and column of each action

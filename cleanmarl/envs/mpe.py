@@ -331,7 +331,8 @@ class ParticleEnv(MultiAgentVectorEnv):
         """Positions, velocities, words and goals, random numbers to come, returns and lengths; not before `reset`."""
         assert self.statistics is not None
         rngs = [rng.bit_generator.state for rng in self.rngs]
-        return {"features": self.features, "goals": self.goals, "rngs": rngs, "episodes": self.statistics.snapshot()}
+        arrays = {"features": self.features.copy(), "goals": self.goals.copy()}
+        return {**arrays, "rngs": rngs, "episodes": self.statistics.snapshot()}
 
     def restore(self, snapshot: dict) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Go on from there; (obs, info) as they were."""

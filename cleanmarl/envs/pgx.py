@@ -88,6 +88,8 @@ class PgxVectorEnv(MultiAgentVectorEnv):
         return self.obs.copy(), self._info()
 
     def step(self, action: np.ndarray):
+        if not self.pools:
+            raise EnvError(f"{self.env_id}: call reset() before step(), and not after close()")
         action = check_actions(self.env_id, self.agents, action, self.mask)
         moves = action[np.arange(self.num_envs), self.player]
         reward, done = np.zeros((self.num_envs, 2), np.float32), np.zeros(self.num_envs, bool)

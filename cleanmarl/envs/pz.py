@@ -632,6 +632,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         """Start an episode everywhere; without a seed, each environment's sequence of episodes goes on."""
         self._call("reset", None if seed is None else env_seeds(seed, self.num_envs))
+        self._check_alive()
         self.statistics = EpisodeStatistics(self.num_envs, self.num_agents)
         return self.arrays["obs"].copy(), self._info()
 
@@ -645,9 +646,7 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         reward, termination, truncation = (self.arrays[key].copy() for key in ("reward", "termination", "truncation"))
         self.statistics.add(reward)
         info, done = self._info(), termination | truncation
-        if not self.may_die and not info["agent_mask"].all():
-            a = np.flatnonzero(~info["agent_mask"].all(0))[0]
-            raise EnvError(f"{self.env_id}: {self.agents[a]} is gone, or not there yet, and may_die is False")
+        self._check_alive()
         if self.team_reward:
             self._check_team(reward, alive)
         if done.any():
@@ -684,6 +683,13 @@ class PettingZooVectorEnv(MultiAgentVectorEnv):
         except BaseException:  # an answer may be under way, so the workers are of no more use
             self.close()
             raise
+
+    def _check_alive(self) -> None:
+        """EnvError where an agent is not there though none may die: learners would take it for a living one."""
+        missing = ~self.arrays["agent_mask"].all(0)
+        if missing.any() and not self.may_die:
+            agent = self.agents[missing.argmax()]
+            raise EnvError(f"{self.env_id}: {agent} is gone, or not there yet, and may_die is False")
 
     def _check_team(self, reward: np.ndarray, alive: np.ndarray) -> None:
         """EnvError where agents that were alive (N, A) do not earn the same: learners would take the mean of it."""

@@ -18,11 +18,11 @@ are those of SMAC, the game is not: compare its numbers with SMAX's only, never 
                     some teams learn to run away (the page of mappo.py)
     seeds           reset(seed=s) gives jax.random.PRNGKey(env_seeds(s, N)[i]) to environment i, for all its episodes
 
-`options` are those of JaxMARL's SMAX and HeuristicEnemySMAX: max_steps, see_enemy_actions, walls_cause_death,
-enemy_shoots, attack_mode ("closest" or "random"), observation_type ("unit_list" or "conic"), ...; and render_mode
-"rgb_array". The first reset and step of a batch size compile, which takes some seconds to a minute; a second batch of
-that size does not compile again, nor does a later process: it is kept in ~/.cache/cleanmarl, or where XDG_CACHE_HOME or
-JAX_COMPILATION_CACHE_DIR say.
+`options` are those of JaxMARL's SMAX and HeuristicEnemySMAX that the scenario leaves open: max_steps,
+see_enemy_actions, walls_cause_death, enemy_shoots, attack_mode ("closest" or "random"), observation_type ("unit_list"
+or "conic"), unit_type_health (a list of six numbers), ...; and render_mode "rgb_array". The first reset and step of a
+batch size compile, which takes some seconds to a minute; a second batch of that size does not compile again, nor does a
+later process: it is kept in ~/.cache/cleanmarl, or where XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR say.
 
 The group `smax` installs it: `python3 bootstrap.py smax`.
 
@@ -55,6 +55,7 @@ import numpy as np
 
 INSTALLING = "python bootstrap.py smax, or pip install jaxmarl==0.2.0 gymnax==0.0.9"
 REPORTED = ("3m", "2s3z", "3s5z", "5m_vs_6m", "8m")
+OF_SCENARIO = ("num_allies", "num_enemies", "smacv2_position_generation", "smacv2_unit_type_generation")
 STOP = 4  # the only action of a dead unit in SMAX
 
 
@@ -104,8 +105,10 @@ def make(name: str, num_envs: int = 1, render_mode: str | None = None, **options
         raise EnvError(f"smax/{name}: action_type must be 'discrete', not {options['action_type']!r}")
     if options.get("attack_mode", "closest") not in ("closest", "random"):  # JaxMARL takes any other for "closest"
         raise EnvError(f"smax/{name}: attack_mode must be 'closest' or 'random', not {options['attack_mode']!r}")
+    if given := [option for option in OF_SCENARIO if option in options]:  # JaxMARL takes it, and does not look at it
+        raise EnvError(f"smax/{name}: {given[0]} is what the scenario says, and no option")
     with building(f"smax/{name}", options):
-        game = Game(name, **options)
+        game = Game(name, **{key: tuple(x) if isinstance(x, list) else x for key, x in options.items()})
     return SmaxVectorEnv(name, num_envs, game, render_mode)
 
 
@@ -118,6 +121,7 @@ class Game:
     """
 
     def __init__(self, name: str, **options):
+        options = {key: jnp.array(x, float) if isinstance(x, tuple) else x for key, x in options.items()}
         self.env = HeuristicEnemySMAX(scenario=MAP_NAME_TO_SCENARIO[name], **options)
         self.reset, self.step = jax.jit(self._reset), jax.jit(self._step)
 
