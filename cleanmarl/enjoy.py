@@ -185,7 +185,8 @@ def main(args: Args) -> dict[str, float]:
 
     mean, std, length = metrics["eval/ep_reward"], metrics["eval/std_ep_reward"], metrics["eval/ep_length"]
     name = Path(str(policy.script.__file__)).stem
-    hint = "" if args.greedy else "; --greedy plays the most probable actions"
+    samples = not args.greedy and not hasattr(policy.agent, "q_network")  # values of actions: the best one is taken
+    hint = "; --greedy plays the most probable actions" if samples else ""
     tell(f"{policy.args.env_id}, {name} at step {policy.step:,}, {args.episodes} episodes{hint}")
     tell(f"return {mean:.2f} ± {std:.2f}, length {length:.1f}")
     for key, value in metrics.items():

@@ -298,10 +298,11 @@ def test_exploration_falls_linearly_and_a_run_is_what_it_says(tmp_path):
     assert {*names, "time/SPS"} <= points.keys()
 
 
-def test_enjoy_plays_the_run(tmp_path):
+def test_enjoy_plays_the_run(tmp_path, capsys):
     folder = vdn.main(vdn.Args(**SMALL, runs_dir=str(tmp_path)))
     greedy, samples = (enjoy.main(enjoy.Args(folder, episodes=3, greedy=greedy)) for greedy in (True, False))
     assert greedy == samples and np.isfinite(greedy["eval/ep_reward"])
+    assert "--greedy plays" not in capsys.readouterr().out  # it would be the same
 
 
 @pytest.mark.parametrize(
