@@ -134,7 +134,7 @@ for script in ippo_continuous_action mappo_continuous_action; do
             --ent-coef $bonus
     done
 done
-run mappo_continuous_action 3 pz/sisl/multiwalker_v9 runs/mappo_continuous_action_multiwalker --total-timesteps 400000 \
+run mappo_continuous_action 3 pz/sisl/multiwalker_v9 runs/mappo_continuous_action_multiwalker --total-timesteps 1000000 \
     --num-envs 16 --num-steps 200 --gamma 0.99 --ent-coef 0
 plot continuous_action_spread \
     --note "the defaults of each script, and these without the entropy bonus"
