@@ -343,7 +343,7 @@ def test_a_script_may_import_what_lies_beside_it(command, toy, monkeypatch):
     name = f"nets_of_{folder.name or 'here'}"
     (folder / f"{name}.py").write_text("WIDTH = 7")
     (folder / "own.py").write_text(f"from {name} import WIDTH\nclass Args:\n    width: int = WIDTH\n")
-    assert tune.script_args(command).width == 7 and sys.path == before
+    assert tune.script_of(command).Args.width == 7 and sys.path == before
 
 
 def test_a_script_that_cannot_be_imported_is_one_line(toy, capsys):
