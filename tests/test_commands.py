@@ -252,6 +252,7 @@ def test_overcooked(tmp_path, monkeypatch):
     envs = make("pz/overcooked:Overcooked?layout=coord_ring&max_steps=5", 2, discrete=True, num_workers=0)
     obs, _ = envs.reset(seed=1)
     assert obs.shape[:2] == (2, 2) and envs.team_reward and [*envs.action_sizes] == [6, 6]
+    assert envs.time_limit == 5
     ends = [envs.step(np.full((2, 2), step % 6))[2:4] for step in range(10)]
     assert not any(termination.any() for termination, _ in ends)
     assert [truncation.all() for _, truncation in ends] == [step % 5 == 4 for step in range(10)]

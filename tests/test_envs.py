@@ -993,7 +993,7 @@ def test_rware_equals_its_package(name, options, at_least):
     "env_id",
     [
         "mpe/simple_spread_v3",
-        "matrix/climbing",
+        "matrix/climbing?max_cycles=40",
         pytest.param("lbf/Foraging-8x8-2p-2f-v3", marks=needs("lbforaging")),
         pytest.param("rware/rware-tiny-2ag-v2", marks=needs("rware")),
     ],
