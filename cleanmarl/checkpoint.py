@@ -100,7 +100,8 @@ def load_states(checkpoint: dict[str, Any], path: Path, **modules: Any) -> None:
             module.load_state_dict(state)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise UsageError(f"the {name} of {file} does not fit the script as it is ({reason})") from error
+            hint = "; make in Agent.__init__ what main changes of it" if "_orig_mod." in reason else ""  # torch.compile
+            raise UsageError(f"the {name} of {file} does not fit the script as it is ({reason}){hint}") from error
         if isinstance(module, torch.optim.Optimizer):  # torch takes the state of any, and fails at the first step
             lacks = sorted({key for group in module.param_groups for key in settings if key not in group})
             message = f"the {name} of {file} is of another class, without {', '.join(lacks)}"

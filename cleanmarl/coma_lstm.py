@@ -294,7 +294,7 @@ class Batch(NamedTuple):
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: dict, memory, args: Args) -> Batch:
     """The critics' targets of a rollout; next_obs, next_info and memory are what its last step gave."""
     device = next(agent.parameters()).device
-    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    rows = Rollout(*(torch.tensor(x, device=device).flatten(0, 1) for x in rollout))  # (T * N, ...), copies
     alive = rows.agent_mask.float()
     others = agent.others_actions(rows.action, alive)
     values = agent.values(agent.target_critic, rows.state, rows.obs, alive, others)

@@ -331,7 +331,7 @@ class Batch(NamedTuple):
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: dict, memories, args: Args) -> Batch:
     """Advantages and returns of a rollout; next_obs, next_info and memories are what its last step gave."""
     device = next(agent.parameters()).device
-    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    rows = Rollout(*(torch.tensor(x, device=device).flatten(0, 1) for x in rollout))  # (T * N, ...), copies
     alive = rows.agent_mask.float()
     seen = to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"], memories[1])
     next_value = agent.value(*seen)[0].cpu().numpy()

@@ -360,7 +360,7 @@ class Batch(NamedTuple):
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: dict, args: Args) -> Batch:
     """Values, advantages and returns of a rollout; next_obs and next_info are what its last step gave."""
     device = next(agent.parameters()).device
-    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    rows = Rollout(*(torch.tensor(x, device=device).flatten(0, 1) for x in rollout))  # (T * N, ...), copies
     alive = rows.agent_mask.float()
     values = agent.values(rows.state, rows.obs, alive, rows.action)
     value = agent.of_action(values, rows.action)

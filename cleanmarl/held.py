@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from copy import copy
 from io import BytesIO
 from typing import Any
 
@@ -26,9 +27,12 @@ class Held:
         self.stepped_before: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in any update until then
         self.seen: set[torch.optim.Optimizer] = set()  # whose parameters check() has looked at
         self.is_overwritten = False  # the learning rate of a scheduler, by a line of the script
+        self.plain = list(plain_attributes(modules))
         for name, module in modules.items():  # or the first checkpoint would be the end
             message = f"{name}={type(module).__name__} has no state_dict, load_state_dict, which a checkpoint needs"
             check(hasattr(module, "state_dict") and hasattr(module, "load_state_dict"), message)
+            hint = "compile layers in Agent.__init__, which enjoy, --resume and actors call, or give --compile"
+            check(not hasattr(module, "_orig_mod"), f"{name} is the result of torch.compile: {hint}")
             if bad := not_finite(module.state_dict(), name):
                 hint = "persistent=False keeps a buffer, as of a mask, out of checkpoints"
                 raise UsageError(f"{bad} is not finite; {hint}")
@@ -64,6 +68,10 @@ class Held:
     def check(self) -> None:
         """Once per update. An optimizer that is made for one update need not be held."""
         self.check_schedulers()  # one that was made after the Run
+        if names := [name for name, holder, key, value in self.plain if differs(holder.get(key), value)]:
+            hint = "register_buffer, then fill_ or copy_, keeps a layer's, self.state or a group an optimizer's"
+            tell(f"{', '.join(names)} changed, and no checkpoint or actor process has that; {hint}", sys.stderr)
+            self.plain = []  # once
         for optimizer in self.stepped & set(self.stepped_before):
             message = f"an optimizer ({type(optimizer).__name__}) steps that no checkpoint would hold"
             hint = "give Run it and its module: Run(args, __file__, predictor=..., predictor_optimizer=...)"
@@ -124,6 +132,33 @@ def unregistered(modules: dict[str, Any]) -> str | None:
                 if key not in of_torch and any(x not in held for x in tensors_in(value)):
                     return ".".join(filter(None, [name, path, key]))
     return None
+
+
+def plain_attributes(modules: dict[str, Any]) -> Iterator[tuple[str, dict, str, Any]]:
+    """The numbers and arrays among the attributes of layers, of objects there, as a running mean, and of optimizers.
+
+    Yields the name, the dict that has it, its key there, and a copy of its value. Left out are those whose class says
+    what a checkpoint has of it.
+    """
+    networks = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Module)}
+    layers = [(name, path, layer) for name, network in networks.items() for path, layer in network.named_modules()]
+    layers = [x for x in layers if type(x[2]).get_extra_state is torch.nn.Module.get_extra_state]
+    optimizers = [(name, "", x) for name, x in modules.items() if isinstance(x, torch.optim.Optimizer)]
+    optimizers = [x for x in optimizers if type(x[2]).state_dict is torch.optim.Optimizer.state_dict]
+    for name, path, layer in layers + optimizers:
+        holders = {"": vars(layer)}
+        for key, value in vars(layer).items():  # environments and optimizers have states of their own
+            if hasattr(value, "__dict__") and not hasattr(value, "step") and not isinstance(value, type | torch.Tensor):
+                holders[key] = vars(value)
+        for place, holder in holders.items():
+            for key, value in holder.items():
+                if isinstance(value, int | float | np.number | np.ndarray) and not isinstance(value, bool):
+                    yield ".".join(filter(None, [name, path, place, key])), holder, key, copy(value)
+
+
+def differs(x: Any, y: Any) -> bool:
+    """Whether one number or array is another than the other."""
+    return x is not y and not np.array_equal(x, y)
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:

@@ -293,7 +293,7 @@ class Batch(NamedTuple):
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, memories, args: Args) -> Batch:
     """Advantages and returns of a rollout; next_obs (N, A, D) and memories are what follows it."""
     device = next(agent.parameters()).device
-    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    rows = Rollout(*(torch.tensor(x, device=device).flatten(0, 1) for x in rollout))  # (T * N, ...), copies
     alive = rows.agent_mask.float()
     earns = torch.ones_like(alive) if agent.team_reward else alive
     next_value = agent.value(*to_tensors(agent, next_obs, memories[1]))[0].cpu().numpy()

@@ -272,7 +272,7 @@ class Batch(NamedTuple):
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, next_info: dict, args: Args) -> Batch:
     """Values, advantages and returns of a rollout; next_obs and next_info are what its last step gave."""
     device = next(agent.parameters()).device
-    rows = Rollout(*(torch.from_numpy(x).to(device).flatten(0, 1) for x in rollout))  # (T * N, ...)
+    rows = Rollout(*(torch.tensor(x, device=device).flatten(0, 1) for x in rollout))  # (T * N, ...), copies
     alive = rows.agent_mask.float()
     value = agent.value(rows.state, rows.obs, alive)
     next_value = agent.value(*to_tensors(agent, next_info["state"], next_obs, next_info["agent_mask"])).cpu().numpy()

@@ -182,7 +182,8 @@ class Batch(NamedTuple):
 def estimate(agent: Agent, rollout: Rollout, next_obs: np.ndarray, args: Args) -> Batch:
     """Values, advantages and returns of a rollout; next_obs (N, D) is the observation that follows it."""
     device = next(agent.parameters()).device
-    obs, action, log_prob = (torch.from_numpy(x).to(device) for x in (rollout.obs, rollout.action, rollout.log_prob))
+    # copies: a batch that is kept stays what it is
+    obs, action, log_prob = (torch.tensor(x, device=device) for x in (rollout.obs, rollout.action, rollout.log_prob))
     value = agent.critic(obs.flatten(0, 1)).view(rollout.reward.shape)  # (T, N)
     next_value = agent.critic(torch.as_tensor(next_obs, dtype=torch.float32, device=device)).squeeze(-1).cpu().numpy()
     advantage = gae(rollout.reward, value.cpu().numpy(), next_value, rollout.done, args.gamma, args.gae_lambda)

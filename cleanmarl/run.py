@@ -151,8 +151,20 @@ class Run:
                 with self._writing():  # the points after the checkpoint, which come again now
                     self.events.drop(self.step + 1)
             on_error.pop_all()
+        self._check_classes()
         self.start_step, self.start_time = self.step, time.perf_counter()
         self.last_line = self.start_time
+
+    def _check_classes(self) -> None:
+        """Tell of a network that neither the script makes, whose copy is kept, nor a module that the script names."""
+        names = set(re.findall(r"\w+", self.source.read_text(encoding="utf-8")))
+        for name, module in self.modules.items():
+            made_by = type(module).__module__
+            file = getattr(sys.modules.get(made_by), "__file__", None) or "a notebook"
+            is_named = made_by != "__main__" and made_by.partition(".")[0] in names
+            if isinstance(module, nn.Module) and self.source != Path(file).resolve() and not is_named:
+                kept = f"--resume, enjoy and load would take what {self.script}.py makes"
+                tell(f"{name} is made by {file}: {kept}; edit a copy of {self.script}.py instead", sys.stderr)
 
     def _make_folder(self, on_error: ExitStack) -> None:
         args = self.args

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cleanmarl
-from cleanmarl import ppo_multidiscrete, ppo_multidiscrete_mask
+from cleanmarl import ippo, ppo_multidiscrete, ppo_multidiscrete_mask
 from cleanmarl.evaluate import evaluate
 from cleanmarl.run import EVAL_SEED, load_checkpoint
 
@@ -88,6 +88,8 @@ SCRIPTS = {  # and the size of an observation; 0: added heads read the value ins
 }
 NEEDS = {"ppo_atari": "ale_py", "ppo_atari_lstm": "ale_py", "ppo_procgen": "Qt 5"}
 HAVE_NO_HIDDEN = ("ppo_atari", "ppo_procgen", "ppo_selfplay", "impala_atari")  # layers of the kind that LAYERS adds to
+
+PICTURES = ("ppo_atari", "ppo_procgen", "impala")  # whose batches share the memory of the rollout, which is large
 
 
 WORDS = {  # what the losses call observations and ratios
@@ -347,6 +349,44 @@ SECOND_COPY = {  # the fault of the first version: the actor written a second ti
     "mappo": "lambda obs: np.tanh(np.tanh(np.concatenate([obs, np.broadcast_to(np.eye(3, dtype=np.float32), "
     "(*obs.shape[:2], 3))], -1) @ p[0][0] + p[1][0]) @ p[2][0] + p[3][0]) @ p[4][0] + p[5][0]",
 }
+
+
+@pytest.mark.parametrize("script", [s for s in [*SCRIPTS, "coma", "coma_lstm"] if not s.startswith(PICTURES)])
+def test_a_batch_that_is_kept_stays_what_it_was(script, tmp_path, monkeypatch):
+    """On the CPU, too, where a tensor of an array may be the array itself, which the next rollout fills."""
+    module = importlib.import_module(f"cleanmarl.{script}")
+    estimate, kept = module.estimate, []
+
+    def keep(*args):
+        batch = estimate(*args)
+        kept.append((batch, [x.clone() for x in batch]))
+        return batch
+
+    monkeypatch.setattr(module, "estimate", keep)
+    flags, _ = SCRIPTS.get(script, (MANY, 18))
+    module.main(module.Args(**flags | {"eval_episodes": 0, "runs_dir": str(tmp_path)}))
+    assert len(kept) > 1
+    for batch, clones in kept:
+        assert [torch.equal(x, clone) for x, clone in zip(batch, clones, strict=True)] == [True] * len(clones)
+
+
+def test_a_network_put_into_an_imported_script_is_told(tmp_path, monkeypatch, capfd):
+    """The run folder keeps the script, and not what took the place of its class; of a copy it keeps all."""
+    flags, _ = SCRIPTS["ippo"]
+    args = ippo.Args(**flags | {"eval_episodes": 0, "runs_dir": str(tmp_path)})
+    ippo.main(args)
+    assert "is made by" not in capfd.readouterr().err
+    (tmp_path / "their_layers.py").write_text("from cleanmarl import ippo\n\nclass Agent(ippo.Agent):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    theirs = importlib.import_module("their_layers")
+    monkeypatch.setattr(ippo, "Agent", theirs.Agent)
+    ippo.main(args)
+    told = f"agent is made by {theirs.__file__}: --resume, enjoy and load would take what ippo.py makes; edit a copy"
+    assert told in capfd.readouterr().err
+    copy = copy_of("ippo", [(r"\nclass Agent", r"\nfrom their_layers import Agent as Theirs\n\nclass Agent")], tmp_path)
+    copy.Agent = theirs.Agent
+    copy.main(copy.Args(**dataclasses.asdict(args)))
+    assert "is made by" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("script", SECOND_COPY)

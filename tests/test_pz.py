@@ -242,6 +242,22 @@ def test_multiwalker_falls():
         assert row[-1]["final_obs"][n].any() and row[-1]["agent_mask"].all()
 
 
+def test_the_state_goes_on_after_a_walker_has_fallen():
+    """PettingZoo's fails from then on: the observations of all stand in for it, in such games from the start."""
+    envs = make("pz/sisl/multiwalker_v9", 1, num_workers=0, terminate_on_fall=False)
+    obs, info = envs.reset(seed=1)
+    rng, last, steps = np.random.default_rng(0), None, 0
+    for _ in range(300):
+        obs, _, _, _, info = envs.step(rng.uniform(-1, 1, envs.action_space.shape).astype(np.float32))
+        np.testing.assert_array_equal(info["state"], obs.reshape(1, -1))
+        if last is not None and not info["agent_mask"].all():
+            assert (info["state"] != last).any()
+            steps += 1
+        last = info["state"].copy()
+    assert steps > 50
+    envs.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"terminate_on_fall": False}, {"terminate_on_fall": False, "n_walkers": 2}])
 def test_multiwalker_ends_at_its_limit_by_truncation(options):
     """PettingZoo's says that all have terminated there, and nothing of who fell in that step."""
@@ -918,8 +934,9 @@ def test_illegal_actions(toy):
         ("pz/sisl/pursuit_v4", {}, "did you mean pz/sisl/pursuit_v5"),
         ("pz/simple_spread_v3", {}, "did you mean pz/mpe2/simple_spread_v3"),
         ("pz/no_such_package/game_v0", {}, "unknown environment"),
+        ("sisl/pursuit_v5", {}, "did you mean pz/sisl/pursuit_v5?"),
         ("pz/os/path", {}, "has no parallel_env and no env"),
-        ("pz/classic/connect_four_v3", {}, "take turns"),
+        ("pz/classic/connect_four_v3", {}, "take turns, here all agents act at once; ppo_selfplay.py plays games of"),
         ("pz/mpe2/simple_spread_v3", {"landmarks": 2}, "unexpected keyword argument 'landmarks'"),
         ("pz/mpe2/simple_spread_v3", {"local_ratio": 5}, "cannot be built with {'local_ratio': 5}"),
         ("pz/mpe2/simple_spread_v3", {"num_workers": -1}, "num_workers must be an integer, 0 (no worker"),
@@ -1186,12 +1203,19 @@ class TakesTurns(Scouts):
         return iter(self.agents)
 
 
+class Converts(TakesTurns):
+    @property
+    def metadata(self):
+        return {"is_parallelizable": True}
+
+
 def test_what_nobody_could_play_is_one_line():
     for cls, line in (
         (Nobody, r"Nobody: nobody plays after reset\(\): its agents are empty"),
         (NoneAtAll, r"NoneAtAll has no possible_agents"),
         (InNoOrder, r"InNoOrder: possible_agents is a set, whose order differs between processes: make it a list"),
-        (TakesTurns, r"TakesTurns is an AECEnv, whose agents take turns, .* return pettingzoo.*aec_to_parallel\(env\)"),
+        (TakesTurns, r"TakesTurns is an AECEnv, whose agents take turns, .* return .*turn_based_aec_to_parallel"),
+        (Converts, r"Converts is an AECEnv, whose agents take turns, .* return .*conversions\.aec_to_parallel"),
     ):
         with pytest.raises(EnvError, match=line):
             make(cls, 1, num_workers=0, mistakes={})

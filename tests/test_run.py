@@ -286,6 +286,75 @@ class Hidden(torch.nn.Module):
         vars(self).update(attributes)
 
 
+class Mean:
+    """A running mean as it is often written, without torch."""
+
+    def __init__(self):
+        self.mean, self.count = np.zeros(2), 1e-4
+
+
+def test_numbers_and_arrays_that_change_in_a_layer_are_told_once(tmp_path, capfd):
+    agent = torch.nn.Sequential(Hidden(temperature=1.0, mean=Mean(), table=np.arange(3), size=7, rate=math.nan))
+    with small_run(tmp_path, {"agent": agent}) as run:
+        run.step = 1
+        run.log({})
+        assert "changed" not in capfd.readouterr().err
+        agent[0].temperature *= 0.9
+        agent[0].mean.mean += 1  # in place
+        agent[0].mean.count += 1
+        run.step = 2
+        run.log({})
+        assert re.search(
+            r"agent\.0\.temperature, agent\.0\.mean\.mean, agent\.0\.mean\.count changed, and no .* register_buffer",
+            capfd.readouterr().err,
+        )
+        agent[0].temperature *= 0.9
+        run.step = 3
+        run.log({})
+    assert "changed" not in capfd.readouterr().err
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose steps get smaller by a count of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        self.param_groups[0]["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_beside_its_state_is_told(tmp_path, capfd):
+    agent = torch.nn.Linear(2, 1)
+    optimizers = {"own": Counting(agent.parameters()), "adam": torch.optim.Adam(agent.parameters())}
+    with small_run(tmp_path, {"agent": agent} | optimizers) as run:
+        for optimizer in optimizers.values():
+            learn(agent, optimizer)
+        run.log({})
+    assert re.search(r"\nown\.count changed, and no .* self\.state or a group", capfd.readouterr().err)
+
+
+def test_a_compiled_network_does_not_begin(tmp_path):
+    agent = torch.compile(torch.nn.Linear(2, 1))
+    with pytest.raises(UsageError, match=r"agent is the result of torch\.compile: compile layers in Agent\.__init__"):
+        small_run(tmp_path, {"agent": agent})
+    assert not list(tmp_path.iterdir())
+    with small_run(tmp_path, {"agent": torch.nn.Sequential(agent)}):  # as in Agent.__init__
+        pass
+
+
+def test_numbers_that_a_checkpoint_has_are_not_told(tmp_path, capfd):
+    agent = Keeper()
+    agent.count = 0
+    with small_run(tmp_path, {"agent": agent}) as run:
+        agent.count += 1
+        run.log({})
+    assert "changed" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "attribute",
     [

@@ -251,6 +251,7 @@ def make(
         near = [f"{near[0]}/{name}"] if near else [f"{f}/..." for f in FAMILIES]
         near = [f"pz/{env_id}"] if ":" in env_id else near  # a class of the user's
         near = [f"mpe/{env_id}"] if env_id.startswith("simple") else near
+        near = [f"pz/{env_id}"] if family in ("atari", "butterfly", "classic", "magent2", "mpe2", "sisl") else near
         hint = f"multi-agent ids are family/name; did you mean {' or '.join(near)}?"
         if env_id in gym.registry:
             raise EnvError(f"{env_id} is for one agent and this script is for many: try ppo.py")

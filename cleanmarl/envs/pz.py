@@ -125,7 +125,9 @@ def make(
             hint = ": a copy of a script returns it from make_envs" if isinstance(env, MultiAgentVectorEnv) else ""
             raise EnvError(f"{env_id} is no parallel environment of PettingZoo, without possible_agents{hint}")
         if hasattr(env, "agent_iter"):
-            hint = "return pettingzoo.utils.conversions.aec_to_parallel(env)"
+            is_safe = (env.metadata or {}).get("is_parallelizable")
+            convert = "aec_to_parallel" if is_safe else "turn_based_aec_to_parallel"
+            hint = f"return pettingzoo.utils.conversions.{convert}(env)"
             raise EnvError(f"{env_id} is an AECEnv, whose agents take turns, and here all act at once: {hint}")
         if not env.possible_agents:
             raise EnvError(f"{env_id} has no possible_agents")
@@ -212,7 +214,8 @@ def build(name: str | Callable, options: dict):
     env = module.env(**options)
     if not env.metadata.get("is_parallelizable"):
         env.close()
-        raise EnvError(f"pz/{name} has no parallel_env: its agents take turns, here all agents act at once")
+        hint = "ppo_selfplay.py plays games of pgx; a function of yours may return turn_based_aec_to_parallel(env())"
+        raise EnvError(f"pz/{name} has no parallel_env: its agents take turns, here all agents act at once; {hint}")
     return aec_to_parallel(env)
 
 
@@ -227,6 +230,12 @@ class Multiwalker(BaseParallelWrapper):
             termination = {agent: fell[agent] for agent in termination}
             truncation = {agent: not fell[agent] for agent in termination}
         return obs, reward, termination, truncation, info
+
+    def state(self) -> np.ndarray:
+        game: Any = self.unwrapped
+        if game.env.remove_on_fall and not game.env.terminate_on_fall:
+            raise NotImplementedError("its own fails once a walker has fallen, and the others walk on")
+        return super().state()
 
 
 class Layout:
