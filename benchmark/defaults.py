@@ -3,8 +3,8 @@
     python benchmark/defaults.py
     python benchmark/defaults.py --scripts ppo ippo --total-timesteps 50000
 
-Writes rows of the table in docs/defaults.md, one for each script, those of the others stay: means over its run but for
-the first tenth. What the columns are for, that page says.
+Writes rows of the table in docs/defaults.md, one for each script, those of the others stay. What the columns are and
+what they are for, that page says.
 """
 
 import gc

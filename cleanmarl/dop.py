@@ -111,7 +111,8 @@ class Agent(nn.Module):
         for _ in range(args.actor_num_layers):
             layers += [nn.Linear(hidden, hidden), nn.ReLU()]
         self.actor = nn.Sequential(*layers, nn.Linear(hidden, K))
-        self.epsilon = 0.0  # the share of random actions: `main` sets it anew, and what is loaded plays without
+        # the share of random actions, which `main` sets anew: what is loaded plays without
+        self.register_buffer("epsilon", torch.zeros(()), persistent=False)
 
     def logits(self, obs: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         """Logits (B, T, A, K) of the policies that act, illegal ones far below; obs (B, T, A, D), mask (B, T, A, K)."""
@@ -273,7 +274,7 @@ def collect(agent: Agent, envs: MultiAgentVectorEnv, now, buffer: Buffer, run: R
     goal = (run.num_episodes // envs.num_envs + 1) * envs.num_envs
     obs, info = now
     while run.num_episodes < goal:
-        at_random = torch.rand(*info["agent_mask"].shape, 1).numpy() < agent.epsilon
+        at_random = torch.rand(*info["agent_mask"].shape, 1).numpy() < agent.epsilon.item()
         logits = np.where(at_random, 0, actor(obs)) + gumbel_noise(*info["action_mask"].shape)
         action = np.where(info["action_mask"], logits, -np.inf).argmax(-1)
         next_obs, reward, termination, truncation, next_info = envs.step(action)
@@ -412,11 +413,11 @@ def main(args: Args) -> Path:
         while run.step < args.total_timesteps:
             num_episodes = run.num_episodes
             progress = min(run.step / args.epsilon_timesteps, 1)
-            agent.epsilon = args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start)
+            agent.epsilon.fill_(args.epsilon_start + progress * (args.epsilon_end - args.epsilon_start))
             now = collect(agent, envs, now, buffer, run)
             if len(buffer.episodes) >= most:
                 metrics = update(agent, critic, target_critic, (actor_optimizer, critic_optimizer), buffer, args)
-                metrics["train/epsilon"] = agent.epsilon
+                metrics["train/epsilon"] = agent.epsilon.item()
             if args.eval_steps and run.num_episodes // args.eval_steps > num_episodes // args.eval_steps:
                 seed = args.seed + EVAL_SEED + run.num_episodes
                 run.write(run.play(eval_envs, make_policy(agent), args.num_eval_ep, seed))

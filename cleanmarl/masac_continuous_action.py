@@ -1,10 +1,10 @@
 """MASAC as in masac.py, but for continuous actions: normal samples, squashed by tanh.
 
 Every agent maximises its reward and the entropy of its policy, weighted by a temperature. A critic sees the global
-state and the actions of all agents, Q(s, a_1..a_A). The actor climbs the gradient of the critic, and that of its own
-log-probability, with respect to its own sample, while the others' actions are those of the buffer. Targets take samples
-of the present policies: there are target networks of the critics only. Of two critics the smaller value counts. The
-temperature of each agent follows its entropy, which is to be a number for each component of its action.
+state and the actions of all agents, Q(s, a_1..a_A). The actor climbs the gradient of the critic's value, less its own
+log-probability times the temperature, with respect to its own sample; the others' actions are the buffer's. Targets
+take samples of the present policies: there are target networks of the critics only. Of two critics the smaller value
+counts. The temperature of each agent follows its entropy, which is to be a number for each component of its action.
 
 All agents have one actor, which tells them apart by a one-hot id; with a team's reward they have one pair of critics,
 else each has its own. Policies act in a unit of their own, in which every action reaches from -1 to 1; environments

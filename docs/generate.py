@@ -305,7 +305,7 @@ def flags_table(path: Path) -> str:
     for rows in tables:
         lines = [f"| {flag} | `{default}` | {text.replace('|', chr(92) + '|')} |" for flag, default, text in rows]
         texts.append("\n".join(["| flag | default | meaning |", "|---|---|---|", *lines]) + "\n")
-    return "\nThese change no learning, and other scripts have them too:\n\n".join(texts)
+    return "\nThese change no learning, but for the seed, and other scripts have them too:\n\n".join(texts)
 
 
 def source_page(path: Path, marked: list[int]) -> str:

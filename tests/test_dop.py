@@ -28,7 +28,7 @@ def case(epsilon=0.25, **changes):
     torch.manual_seed(0)
     envs, args = world(3), dop.Args(**changes)
     agent, critic, target_critic = dop.Agent(envs, args), dop.Critic(envs, args), dop.Critic(envs, args)
-    agent.epsilon = epsilon
+    agent.epsilon.fill_(epsilon)
     with torch.no_grad():
         agent.actor[-1].weight *= 20  # policies far from uniform
     buffer, run, now = dop.Buffer(envs, args), Quiet(), envs.reset(seed=1)
@@ -263,7 +263,7 @@ def test_exploration_is_part_of_the_policy(monkeypatch):
     envs = dop.make_envs(dop.Args(env_id="matrix/penalty"), 4000)
     args = dop.Args(env_id="matrix/penalty", num_envs=4000)
     agent, buffer = dop.Agent(envs, args), dop.Buffer(envs, args)
-    agent.epsilon = 0.5
+    agent.epsilon.fill_(0.5)
     with torch.no_grad():
         agent.actor[-1].weight *= 1000  # sure of one action
     dop.collect(agent, envs, envs.reset(seed=1), buffer, Quiet())
@@ -358,7 +358,7 @@ def test_a_run_explores_and_learns_as_its_flags_say(tmp_path, monkeypatch):
             (group,) = optimizer.param_groups
             assert type(optimizer) is torch.optim.Adam and group["lr"] == rate
             assert set(group["params"]) == set(network.parameters())
-        seen.append(round(agent.epsilon, 6))
+        seen.append(round(agent.epsilon.item(), 6))
         return plain(agent, critic, target_critic, optimizers, buffer, args)
 
     monkeypatch.setattr(dop, "update", update)

@@ -96,7 +96,6 @@ def test_trajectories_are_envpools_without_the_steps_that_reset(game, options):
     assert ends >= 6
 
 
-# proves atari-3
 def test_processes_of_torchrun_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     threads = []
@@ -108,6 +107,7 @@ def test_processes_of_torchrun_share_the_cores(monkeypatch):
     assert threads == [4, 3, 1]
 
 
+# proves atari-3
 def test_five_lives_are_one_game_and_its_score():
     envs, quiet, lost, score, length = make("Breakout", 2), Quiet(), 0, 0, 0
     rng = np.random.default_rng(0)
