@@ -6,10 +6,10 @@
 Everything after ` -- ` goes to every trial. A trial is its command line: the same command, environment, seed and flags
 are the same trial. A finished one (its run folder has done.json) is skipped, an interrupted one (it has checkpoint.pt)
 continues with --resume, any other starts anew; one that fails is tried once more, but for wrong input (status 2), and
-one that another program runs is waited for. `RUNS_DIR/manifest.json` says of every trial what ran, when, where, at which commit, what it took and how it
-ended; its output is appended to a file in `RUNS_DIR/logs`. Exit status 0 means all finished. SIGINT and SIGTERM are
-passed on to the trials as SIGTERM, so that they save; a second one makes them stop at once, and a third
-ends them with SIGKILL.
+one that another program runs is waited for. `RUNS_DIR/manifest.json` says of every trial what ran, when, where, at
+which commit, what it took and how it ended; its output is appended to a file in `RUNS_DIR/logs`. Exit status 0 means
+all finished. SIGINT and SIGTERM are passed on to the trials as SIGTERM, so that they save; a second one makes them stop
+at once, and a third ends them with SIGKILL.
 
 The same grid on several machines that share the folder, each with this Python at the same path:
 

@@ -209,7 +209,7 @@ class Rollout(NamedTuple):
     agent_mask: np.ndarray  # (T, N, A) bool, True = alive
     action: np.ndarray  # (T, N, A, K) float32, as sampled, in the policies' unit
     log_prob: np.ndarray  # (T, N, A) float32, of the policy that acted
-    reward: np.ndarray  # (T, N, A) float32, scaled
+    reward: np.ndarray  # (T, N, A) float32, scaled with --normalize-reward
     done: np.ndarray  # (T, N, A) bool, the episode ended with this step, or the agent died and has no team that earns
 
 

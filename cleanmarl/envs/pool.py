@@ -116,7 +116,7 @@ def replace(batch, rows: np.ndarray, new):
 
 
 class Games(EnvPool):
-    """N games of one id, all of which make a move in each step; obs (N, D) is as the player to move sees it.
+    """N games of one id, all of which move, or begin anew, in each step; obs (N, D) is as the player to move sees it.
 
     An observation is the board (height, width, planes), flattened, and then the mask of legal moves. The reward (N,) is
     player 0's; player 1's is minus that. info["player"] (N,) is who moves: 0, 1, or -1 after the end of a game, where
