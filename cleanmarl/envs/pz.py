@@ -125,7 +125,7 @@ def make(
             hint = ": a copy of a script returns it from make_envs" if isinstance(env, MultiAgentVectorEnv) else ""
             raise EnvError(f"{env_id} is no parallel environment of PettingZoo, without possible_agents{hint}")
         if hasattr(env, "agent_iter"):
-            is_safe = (env.metadata or {}).get("is_parallelizable")
+            is_safe = (getattr(env, "metadata", None) or {}).get("is_parallelizable")
             convert = "aec_to_parallel" if is_safe else "turn_based_aec_to_parallel"
             hint = f"return pettingzoo.utils.conversions.{convert}(env)"
             raise EnvError(f"{env_id} is an AECEnv, whose agents take turns, and here all act at once: {hint}")
