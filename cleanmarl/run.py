@@ -157,7 +157,7 @@ class Run:
 
     def _check_classes(self) -> None:
         """Tell of a network that neither the script makes, whose copy is kept, nor a module that the script names."""
-        names = set(re.findall(r"\w+", self.source.read_text(encoding="utf-8")))
+        names = set(re.findall(r"\w+", self.source.read_text(encoding="utf-8", errors="replace")))
         for name, module in self.modules.items():
             made_by = type(module).__module__
             file = getattr(sys.modules.get(made_by), "__file__", None) or "a notebook"
