@@ -30,7 +30,7 @@ test:  ## run the tests on all cores; at its end stands what was skipped and wha
 	@$(PYTHON) bootstrap.py $(TEST_GROUPS)
 	@$(PYTEST) $(TESTS)
 
-test-all:  ## the same with Ray and SMAX installed
+test-all:  ## the same with Ray, SMAX and what SMAClite needs
 	@$(PYTHON) bootstrap.py $(TEST_GROUPS) ray smax smaclite
 	@$(PYTEST) $(TESTS)
 

@@ -102,6 +102,9 @@ def main() -> None:
         )
         sys.exit(subprocess.run([str(PYTHON), __file__, *sorted(groups)]).returncode)
 
+    if STAMP.exists() and json.loads(STAMP.read_text())["torch_index"] != os.environ.get("TORCH_INDEX", ""):
+        # pip would keep a torch of this version, whatever it is built for
+        subprocess.run([sys.executable, "-m", "pip", "uninstall", "-qq", "-y", "torch"], check=True)
     STAMP.write_text(json.dumps(wanted_state(groups) | {"lock": "an install that was begun"}))
     try:
         install(groups)

@@ -18,7 +18,7 @@ cleanmarl report RUNS [FLAGS]     curves and tables of many runs: cleanmarl repo
 
 
 def scripts() -> dict[str, str]:
-    """Name -> first sentence of the docstring, of every script of this package: what has a class Args and a main."""
+    """Name -> first sentence of the docstring, of every script of this package: what has Args, Agent and main."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
         tree = ast.parse(path.read_bytes())  # not imported, which would take seconds

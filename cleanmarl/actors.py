@@ -226,7 +226,8 @@ class Actors:
         """The next full slot; the learner has learned, and its parameters are `version` now.
 
         If deterministic, actors take turns, and get new parameters when all of them have waited for it.
-        Raises RunError if an actor died or failed.
+        Raises RunError if an actor died or failed, and WorkerError if it was stopped; its errors of the environment and
+        of numbers that are none as they are.
         """
         if not self.processes:
             self.slots[0]["version"] = version
@@ -256,7 +257,7 @@ class Actors:
         return self.number_of(self.connections.index(self.ready.popleft()))
 
     def number_of(self, i: int) -> int:
-        """The number of the next slot that actor i fills; RunError if it failed or died."""
+        """The number of the next slot that actor i fills; raises as `take`."""
         start = time.perf_counter()
         while not self.connections[i].poll(workers.SILENCE):
             self.look_after_silent([i] if self.deterministic else None)  # the others may wait for their turn

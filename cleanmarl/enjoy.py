@@ -50,7 +50,7 @@ class Args:
     greedy: bool = False
     """take the most probable actions instead of sampling them"""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 1
-    """seed of the environment and of the samples; with that of the run, the first episode starts as in its training"""
+    """seed of environment and samples; with the run's, the first episode starts as in its training, but for IMPALA's"""
     video: Path | None = None
     """film the episodes into this .mp4 or .gif"""
     render: bool = False

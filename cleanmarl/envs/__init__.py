@@ -152,7 +152,7 @@ class MultiAgentVectorEnv(gym.vector.VectorEnv):
     def snapshot(self) -> dict[str, Any] | None:
         """All that decides what comes next, in nested dicts and lists of arrays and numbers; None if it cannot be had.
 
-        It can where the state is arrays of this process, and not where it lies in worker processes or in C++.
+        It can where the state is NumPy arrays of this process, not where it lies in worker processes, in C++ or in JAX.
         """
         return None
 
