@@ -144,14 +144,18 @@ plot continuous_action_multiwalker \
 
 # SMAClite, if it is there (docs/environments.md): some hundred steps a second; the settings of CleanMARL's MAPPO
 if $PYTHON -c "import smaclite" 2>/dev/null; then
-    same=(--total-timesteps 30000 --num-envs 3 --num-steps 25 --num-minibatches 1 --update-epochs 3 --gamma 0.99 --no-norm-adv
+    same=(--num-envs 3 --num-steps 25 --num-minibatches 1 --update-epochs 3 --gamma 0.99 --no-norm-adv
         --no-normalize-value --ent-coef 0.001 --learning-rate 8e-4 --no-time-limit-bootstrap)
-    for script in mappo coppo; do
-        run $script 3 smaclite/3m runs/mappo_smaclite_3m "${same[@]}" --value-clip-coef 0 --huber-delta 0 --critic-learning-rate 8e-4
+    central=(--value-clip-coef 0 --huber-delta 0 --critic-learning-rate 8e-4)
+    for map in 3m 2s3z; do
+        steps=30000 where="this map"
+        if [ $map = 2s3z ]; then steps=100000 where=3m; fi
+        for script in mappo coppo; do
+            run $script 3 smaclite/$map runs/mappo_smaclite_$map --total-timesteps $steps "${same[@]}" "${central[@]}"
+        done
+        run ippo_per_agent 3 smaclite/$map runs/mappo_smaclite_$map --total-timesteps $steps "${same[@]}" --share-parameters \
+            --lr-schedule constant --max-grad-norm 10
+        plot smaclite_$map --tag rollout/battle_won --note "the settings of CleanMARL's MAPPO on $where for all"
     done
-    run mappo 3 smaclite/3m runs/mappo_smaclite_3m_relu "${same[@]}" --value-clip-coef 0 --huber-delta 0 \
-        --critic-learning-rate 8e-4 --activation relu
-    run ippo_per_agent 3 smaclite/3m runs/mappo_smaclite_3m "${same[@]}" --share-parameters --lr-schedule constant --max-grad-norm 10
-    plot smaclite_3m --tag rollout/battle_won \
-        --note "the settings of CleanMARL's MAPPO on this map for all"
+    run mappo 3 smaclite/3m runs/mappo_smaclite_3m_relu --total-timesteps 30000 "${same[@]}" "${central[@]}" --activation relu
 fi
