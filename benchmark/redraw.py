@@ -114,8 +114,8 @@ def impala_speed(out: Path) -> None:
     save(figure, out)
     caption = (
         "Speed and lag of `impala.py --updates-per-collect 1` over the number of actors: CartPole, median and range of "
-        f"{of_each.size().max()} runs of 160,000 steps, the last three quarters of each; lag in gradient steps. "
-        f"{runs.machine[0]}. Command: `python benchmark/scaling.py actors`.\n"
+        f"{of_each.size().max()} runs of {runs.steps[0]:,} steps, the last three quarters of each; lag in gradient "
+        f"steps. {runs.machine[0]}. Command: `python benchmark/scaling.py actors`.\n"
     )
     table = {"steps per second": repeated(of_each["steps_per_second"])}
     table |= {"learner waits": repeated(of_each["learner_waits"], "{:.0%}")}
@@ -140,8 +140,9 @@ def mappo_agents(out: Path) -> None:
     save(figure, out)
     caption = (
         "Cost over the number of agents: `--env-id mpe/simple_spread_v3?N=...`, the defaults, training included, "
-        "microseconds of CPU time per environment step (the difference of a longer and a shorter run, median and range "
-        f"of {runs.seed.nunique()}). {runs.machine[0]}. Command: `python benchmark/scaling.py agents`.\n"
+        f"microseconds of CPU time per environment step (what a run of {runs.steps[0]:,} steps takes longer than a "
+        f"quarter of it, median and range of {runs.seed.nunique()}). {runs.machine[0]}. "
+        "Command: `python benchmark/scaling.py agents`.\n"
     )
     write_page(out, caption, markdown(pd.DataFrame(table).reset_index().astype(str), 0))
 

@@ -98,9 +98,12 @@ def main(args: Args) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _frame: sys.exit(128 + signum))  # so that `speed.run` ends its child
     if args.what == "agents":
-        name, table = "mappo_agents", agents(args.steps or 25_600, args.repeats)
+        steps = args.steps or 25_600
+        name, table = "mappo_agents", agents(steps, args.repeats)
     else:
-        name, table = "impala_speed", actors(args.steps or 160_000, args.repeats)
+        steps = args.steps or 160_000
+        name, table = "impala_speed", actors(steps, args.repeats)
+    table["steps"] = steps
     table["machine"] = "{cpu}, {cores} cores, Python {python}, torch {torch}".format(**speed.machine())
     table.to_csv(args.out / f"{name}.csv", index=False)
 

@@ -41,6 +41,7 @@ def test_more_actors_are_measured_and_drawn(data, monkeypatch):
 
     redraw.impala_speed(data.parent / "impala_speed")
     *_, first, second = (data.parent / "impala_speed.md").read_text().splitlines()
+    assert " of 9,600 steps," in (data.parent / "impala_speed.md").read_text()
     low, high = sorted(alone.steps_per_second)
     assert first.startswith(f"| 0 | {alone.steps_per_second.median():,.0f} ({low:,}-{high:,}) | 0% (0%-0%) | 0.0 ")
     assert second.startswith("| 1 | ") and "<svg" in (data.parent / "impala_speed.svg").read_text()
