@@ -35,7 +35,7 @@ for script in mappo coppo; do # states hold coordinates up to 32
     run $script 3 smax/3m runs/mappo_smax_long --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 done
 run ippo 3 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
-run ippo 1 smax/3s5z runs/mappo_smax_3s5z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
+run ippo 2 smax/3s5z runs/mappo_smax_3s5z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 run ippo 3 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap
 for script in mappo coppo; do
     run $script 3 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
