@@ -371,7 +371,11 @@ def on_ray(args: Args, flags: list[str], stops: Callable[[], int]) -> Iterator[C
             socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
         ray.init(address=args.address, log_to_driver=False, logging_level="error")
     except (OSError, ValueError):
-        refuse(f"there is no Ray cluster at --address {args.address}; begin one: ray start --head")
+        hint = "begin one: ray start --head"
+        token = Path.home() / ".ray" / "auth_token"  # every local ray.init() leaves it, every `ray start` asks for it
+        if token.exists() and os.environ.get("RAY_AUTH_MODE") != "token":
+            hint += f"; if it wants the token {token}: export RAY_AUTH_MODE=token"
+        refuse(f"there is no Ray cluster at --address {args.address}; {hint}")
     for signum, handler in handlers.items():  # which ray replaces
         signal.signal(signum, handler)
 

@@ -177,7 +177,7 @@ def test_walks(page, tmp_path, monkeypatch, capsys):
         line = shlex.join(words).replace("pz/my_module:MyEnv", "pz/meeting:Meeting")
         line = line.replace("my_module:MyEnv", "corridor:Corridor")
         last = max(folder.glob("checkpoint-*.pt"), default=folder / "checkpoint.pt")
-        line = line.replace("'$RUN/checkpoint-600000.pt'", str(last)).replace("$RUN", str(folder)).replace("'", "")
+        line = line.replace("'$RUN/checkpoint-STEP.pt'", str(last)).replace("$RUN", str(folder)).replace("'", "")
         words = shlex.split(line)
         script, flags = script_of(words)
         if "--capture-video" in flags:

@@ -11,7 +11,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import pandas as pd
 
-matplotlib.rcParams["svg.hashsalt"] = "faults"  # the same file each time
+matplotlib.rcParams.update({"svg.hashsalt": "faults", "svg.fonttype": "none"})  # the same bytes, letters as text
+matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 HERE = Path(__file__).resolve().parent
 
 

@@ -12,7 +12,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-matplotlib.rcParams["svg.hashsalt"] = "impala"  # the same file each time
+matplotlib.rcParams.update({"svg.hashsalt": "impala", "svg.fonttype": "none"})  # the same bytes, letters as text
+matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 BANDWIDTH = 1.25e9  # bytes/s of a learner's link: 10 Gbit/s
 WAIT = 0.2e-6  # s of a learner for each call that ray.wait looks at, once for every unroll
 CALLS = 1.6e-3  # s of a learner for each unroll that comes through Ray: its result, the next call, the new parameters

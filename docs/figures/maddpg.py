@@ -8,7 +8,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-matplotlib.rcParams["svg.hashsalt"] = "maddpg"  # the same file each time
+matplotlib.rcParams.update({"svg.hashsalt": "maddpg", "svg.fonttype": "none"})  # the same bytes, letters as text
 DATA, ACTOR, CRITIC, LOSS = "#eceff1", "#cfe3f7", "#fbe0c4", "#e2d4f0"
 INK, GRADIENT = "#37474f", "#c62828"
 
