@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -1022,11 +1023,12 @@ def test_pgx_is_over_after_close():
 
 
 @needs("rware")
-def test_rware_goes_on_from_a_snapshot():
-    """With the requests to come, and with what is in robots' hands."""
+@pytest.mark.parametrize("more", [{}, {"reward_type": "TWO_STAGE"}, {"max_inactivity_steps": 40}])
+def test_rware_goes_on_from_a_snapshot(more):
+    """With the requests to come, what is in robots' hands, what was delivered and for how long nothing was."""
     from cleanmarl.checkpoint import as_arrays, as_tensors
 
-    options = {"layout": SMALL_WAREHOUSE, "n_agents": 6, "request_queue_size": 2, "max_steps": 200}
+    options = {"layout": SMALL_WAREHOUSE, "n_agents": 6, "request_queue_size": 2, "max_steps": 200, **more}
     one, other = (make("rware/rware-tiny-2ag-v2", 4, **options) for _ in range(2))
     rng = np.random.default_rng(0)
     obs, _ = one.reset(seed=3)
@@ -1041,6 +1043,35 @@ def test_rware_goes_on_from_a_snapshot():
             np.testing.assert_array_equal(x, y)
         obs, earned = step[0], earned + step[1].sum()
     assert earned > 10
+
+
+@needs("lbforaging")
+def test_foraging_goes_on_from_a_snapshot_with_food_that_was_eaten():
+    """Rewards are shares of all the food that an episode began with."""
+    from cleanmarl.checkpoint import as_arrays, as_tensors
+
+    one, other = (make("lbf/Foraging-5x5-2p-2f-coop-v3", 4) for _ in range(2))
+    obs, _ = one.reset(seed=3)
+    for _ in range(3):
+        obs = one.step(forage(obs, 2))[0]
+    other.restore(as_arrays(as_tensors(one.snapshot())))
+    earned = 0
+    for _ in range(12):
+        action = forage(obs, 2)
+        for x, y in zip((step := one.step(action))[:4], other.step(action)):
+            np.testing.assert_array_equal(x, y)
+        obs, earned = step[0], earned + step[1].sum()
+    assert earned > 0
+
+
+def test_the_time_of_an_episode_is_since_the_end_of_the_one_before(monkeypatch):
+    now = iter([0.0, 3.0, 5.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    statistics = EpisodeStatistics(2, 1)
+    for seconds in ([3, 0], [2, 5]):
+        info = {}
+        statistics.end(np.array([True, seconds[1] > 0]), info)
+        assert info["episode"]["t"].tolist() == seconds
 
 
 @needs("rware")

@@ -226,6 +226,14 @@ def normalised(batch):
     return batch._replace(state=state.clamp(-10, 10))
 
 
+def test_states_count_as_long_as_anybody_lives():
+    args, agent, critic, batch = case(True)
+    batch.weight[0, :, 0] = 0
+    optimizers = [torch.optim.SGD(network.parameters(), 0.0) for network in (agent, critic)]
+    facmac.update(agent, critic, (agent, critic), optimizers, batch, args)
+    assert critic.state_stats.count.unique().tolist() == [(batch.weight > 0).any(-1).sum()]
+
+
 # proves facmac-5
 @pytest.mark.parametrize("individual", [True, False])
 def test_the_scale_of_the_states_makes_no_difference(individual):

@@ -251,6 +251,16 @@ def test_updates_draw_from_the_replay_and_set_priorities():
     torch.testing.assert_close(replay.priority[where], expected + 1e-6)
 
 
+def test_what_has_no_error_can_still_be_drawn(monkeypatch):
+    args = script.Args(**SMALL, replay_size=8, priority=True)
+    agent, _, unrolls = play(args)
+    replay, loss = script.Replay(args, unrolls.dtype), script.impala_loss
+    monkeypatch.setattr(script, "impala_loss", lambda *given: (*loss(*given)[:2], torch.zeros(len(given[1]))))
+    for _ in range(9):
+        script.update(agent, torch.optim.SGD(agent.parameters(), 0.0), replay, unrolls, args)
+        assert (replay.priority[: replay.count] > 0).all()
+
+
 def test_gradients_are_clipped_by_one_norm():
     """detail impala-6"""
     args = script.Args(**SMALL, replay_size=8, max_grad_norm=0.01)

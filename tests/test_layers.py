@@ -465,3 +465,12 @@ def test_networks_of_a_stack_are_initialised_as_the_page_says():
     for w in layer.weight.detach():
         torch.nn.init.orthogonal_(w.T)
     torch.testing.assert_close(layer.weight.mT @ layer.weight, torch.eye(100).expand(3, -1, -1), rtol=0, atol=1e-5)
+
+
+def test_what_all_networks_share_learns_with_the_first_alone():
+    stack = nn.Sequential(StackedLinear(3, 2, 1), nn.LayerNorm(1))
+    networks = Networks(stack, 3)
+    for active in ([0], [2], [0, 1]):
+        stack(torch.randn(5, 3, 2)).sum().backward()
+        networks.take_gradients(active)
+        assert (stack[1].bias.grad is not None) == (0 in active)

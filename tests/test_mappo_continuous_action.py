@@ -241,3 +241,11 @@ def test_bad_input(flags, text, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and text in error and error.count("\n") == 1
     assert not (tmp_path / "r").exists()
+
+
+def test_explained_variance_leaves_dead_agents_out(bounded):
+    args = Args(env_id=bounded, **SMALL)
+    agent, _, _, batch = collected(args)
+    batch = batch._replace(value=torch.where(batch.alive > 0, batch.return_, 1e3))  # perfect for the living alone
+    metrics = mappo_continuous_action.update(agent, torch.optim.SGD(agent.parameters(), 0.0), batch, args)
+    assert (batch.alive == 0).any() and metrics["train/explained_variance"] == pytest.approx(1)

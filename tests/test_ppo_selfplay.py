@@ -30,7 +30,7 @@ from cleanmarl.run import Run, load_checkpoint
 import numpy as np
 import pytest
 import torch
-from toys import curves, make_rollout
+from toys import curves, make_rollout, scalars
 
 pytest.importorskip("envpool")
 ROOT = Path(__file__).parents[1]
@@ -491,6 +491,11 @@ def test_resume_continues_with_the_pool_and_enjoy_plays(tmp_path):
     assert all(torch.equal(after["agents"][-1][name], current[name]) for name in current)
     metrics = enjoy.main(enjoy.Args(folder, episodes=3, greedy=True))
     assert abs(metrics["eval/ep_reward"]) <= 1 and 7 <= metrics["eval/ep_length"] <= 42
+
+
+def test_the_last_agent_plays_a_match(tmp_path):
+    folder = main(small(tmp_path, total_timesteps=3 * 256, pool_interval=2, eval_episodes=0))
+    assert [step for step, _ in scalars(folder)["eval/elo"]] == [0, 512, 768]
 
 
 def test_evaluation_is_against_random(tmp_path):

@@ -1522,3 +1522,38 @@ def test_the_arguments_are_a_text_of_tensorboard(tmp_path):
     texts = [event.tensor_proto.string_val[0].decode() for event in events]
     assert len(texts) == 2 and all("| gamma | 0.97 |" in text for text in texts)
     assert "| total_timesteps | 256 |" in texts[0] and "| total_timesteps | 512 |" in texts[1]
+
+
+def test_a_memory_ends_at_a_time_limit_of_an_evaluation_too():
+    envs = [lambda n=n: gym.wrappers.TimeLimit(Steps(99), n) for n in (3, 5)]
+    envs = SyncVectorEnv(envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    def policy(obs, info, done):
+        assert (done == (obs[:, 0] == 0)).all()
+        return np.zeros(2, int)
+
+    evaluate(gym.wrappers.vector.RecordEpisodeStatistics(envs), policy, 6)
+
+
+def test_two_schedulers_may_move_one_optimizer(tmp_path):
+    agent = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1.0)
+    one, other = (torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.9, 0.8))
+    with small_run(tmp_path, {"agent": agent, "optimizer": optimizer, "one": one, "other": other}) as run:
+        for _ in range(3):
+            learn(agent, optimizer)
+            one.step()
+            other.step()
+            run.step += 1
+            run.log({})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.72**3)
+
+
+def test_steps_per_second_after_a_resume_are_those_since_then(tmp_path):
+    with small_run(tmp_path) as run:
+        run.step = 900
+    with small_run(tmp_path, resume=str(run.folder), total_timesteps=2000) as again:
+        again.start_time -= 10
+        again.step += 100
+        again.log({}, True)
+    assert scalars(run.folder)["time/SPS"][-1][1] == pytest.approx(10, rel=0.2)

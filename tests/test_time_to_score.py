@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from optional import needs
+from torch.utils.tensorboard import SummaryWriter
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
@@ -32,6 +33,17 @@ def test_a_point_has_the_mean_of_the_hundred_episodes_before_it():
             if whole:  # as few points as have a hundred
                 window = slice(max(whole), i + 1)
                 assert smoothed[i] == pytest.approx(np.average(returns[window], weights=episodes[window]))
+
+
+def test_points_are_read_with_their_episodes_and_the_factor_of_their_unit(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step, ended, return_ in ((10, 4, 1.0), (20, 9, 2.0), (30, 16, 3.0)):
+            writer.add_scalar("rollout/num_episodes", ended, step)
+            writer.add_scalar("rollout/ep_reward", return_, step)
+    for given, episodes in ((None, [4, 5, 7]), (12, [12, 12, 12])):
+        by = Contestant("toy", 0, "toy", "", episodes=given, factor=3)
+        points = time_to_score.read_points(tmp_path, by, start=0, cpu_per_second=1)
+        assert [point[1:] for point in points] == list(zip((10, 20, 30), (3, 6, 9), episodes))
 
 
 @pytest.fixture

@@ -404,3 +404,20 @@ def test_a_search_of_nothing_is_one_line(name, toy, capsys):
     assert tune.main(dataclasses.replace(toy_args(1), **{name: 0}), []) == 2
     assert capsys.readouterr().err == "tune: --num-seeds, --workers and --num-trials must be at least 1\n"
     assert not (toy / "runs").exists()
+
+
+def test_a_trial_is_pruned_by_the_mean_of_its_seeds_so_far(toy):
+    (toy / "toy.py").write_text(SCRIPT.replace("k * float", 'int(arg["--seed"]) * k * float'))
+    search = tune.Search(toy_args(1, num_seeds=2), [], lambda: 0)
+    search.work()
+    [trial] = search.study.trials  # scores 0.9 and 1.8 of seed 1, then 1.8 and 3.6 of seed 2
+    means = {1: 0.9, 2: 1.8, tune.RUN_PLACES + 1: 1.8, tune.RUN_PLACES + 2: 2.7}
+    assert trial.intermediate_values == pytest.approx(means) and trial.value == pytest.approx(2.7)
+
+
+def test_a_search_over_two_environments_takes_the_mean_of_their_scaled_scores(toy):
+    args = dataclasses.replace(toy_args(1, num_seeds=1), env_ids=["CartPole-v1", "mpe/simple_spread_v3"])
+    search = tune.Search(args, [], lambda: 0)
+    search.work()
+    scaled = (1.8 - 22) / (500 - 22), (1.8 + 79.3) / (79.3 - 21.8)
+    assert search.study.trials[0].value == pytest.approx(sum(scaled) / 2)

@@ -8,7 +8,7 @@ from cleanmarl import enjoy, vdn
 from cleanmarl.cli import launch
 from cleanmarl.evaluate import evaluate
 from cleanmarl.layers import as_numpy
-from cleanmarl.run import load_checkpoint
+from cleanmarl.run import Run, load_checkpoint
 
 import numpy as np
 import optional
@@ -296,6 +296,21 @@ def test_exploration_falls_linearly_and_a_run_is_what_it_says(tmp_path):
         assert epsilon == pytest.approx(max(1 - 0.8 * (step - 100) / 200, 0.2), abs=1e-6)
     names = ["rollout/ep_reward", "rollout/ep_length", "rollout/num_episodes", "train/value_loss", "train/gradients"]
     assert {*names, "time/SPS"} <= points.keys()
+
+
+def test_a_round_ends_at_the_next_multiple_of_its_environments(tmp_path):
+    envs, args = world(3), vdn.Args(**SMALL, runs_dir=str(tmp_path))
+    agent, buffer = vdn.Agent(envs, args), vdn.Buffer(envs, args)
+    now = envs.reset(seed=1)
+    with Run(args, vdn.__file__) as run:
+        run.num_episodes = 3 * 4 - 1  # as if one had ended later than the others
+        vdn.collect(agent, envs, now, buffer, run, 1.0)
+        assert 12 <= run.num_episodes < 14
+
+
+def test_the_last_point_of_a_curve_is_that_of_the_end(tmp_path):
+    folder = vdn.main(vdn.Args(**SMALL | {"log_every": 1000}, runs_dir=str(tmp_path)))
+    assert [step for step, _ in scalars(folder)["rollout/num_episodes"]] == [400]
 
 
 def test_enjoy_plays_the_run(tmp_path, capsys):
