@@ -34,17 +34,18 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cleanmarl.envs import EnvError, WorkerError, close_all
-from cleanmarl.layers import CompileError, compile_losses
 from cleanmarl.machine import gigabytes
 
 import annotated_types
 import numpy as np
-import torch
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
+
+if TYPE_CHECKING:
+    import torch  # at run time only where it is used: it takes seconds, and a report has no need of it
 
 # Ranges of flags. A float must be finite too, unless its range names infinity as its end.
 PositiveInt = Annotated[int, Gt(0)]
@@ -76,7 +77,7 @@ def memory_error(error: Exception) -> str | None:
     line = " ".join(str(error).split())
     if found := re.search(r"allocate (\d+) bytes", line):  # torch's, on the CPU
         return f"unable to allocate {gigabytes(int(found[1]))}"
-    no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, on a GPU
     no_memory |= isinstance(error, OSError) and error.errno == errno.ENOMEM
     # no machine has it, and so nobody tries
     too_big = "size calculation overflowed|is too big|Maximum allowed dimension|fit into a C int"
@@ -254,8 +255,10 @@ def range_text(hint: Any) -> str:
     return f"at least {low}" if left == "[" else f"greater than {low}"
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str) -> "torch.device":
     """The torch device called `name` (cpu, cuda, cuda:1, mps); UsageError if this machine does not have it."""
+    import torch
+
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # which meta has not
@@ -271,6 +274,8 @@ def find_device(name: str) -> torch.device:
 
 def seed_everything(seed: int, torch_threads: int) -> None:
     """Seed Python, NumPy and torch, and set the number of torch's threads (more than one slows small networks down)."""
+    import torch
+
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (libraries draw from NumPy's global state)
     torch.manual_seed(seed)
@@ -278,8 +283,10 @@ def seed_everything(seed: int, torch_threads: int) -> None:
     torch.backends.cudnn.deterministic = True
 
 
-def set_up(args: RunArgs) -> torch.device:
+def set_up(args: RunArgs) -> "torch.device":
     """Seed all random numbers and set torch's threads as `args` says; returns the device to learn on."""
+    from cleanmarl.layers import CompileError, compile_losses
+
     device = find_device(args.device)
     message = f"--torch-threads {args.torch_threads} would crash torch; this machine has {os.cpu_count()} processors"
     check(args.torch_threads <= max(MOST_THREADS, os.cpu_count() or 1), message)
@@ -478,7 +485,8 @@ def launch(main: Callable[[Any], Any], args_class: type) -> None:
 
 def compiler_error(error: Exception) -> str:
     """What torch says where --compile has failed, and "" for other errors."""
-    if "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and isinstance(error, dynamo.exc.BackendCompilerFailed):
         return str(error.inner_exception).strip() or "it does not say why"
     return ""
 
@@ -496,8 +504,10 @@ def what_to_say(error: Exception) -> tuple[str, int] | None:
         if cut_off := re.search(r"(\S+\.so): (file too short|invalid ELF header)", reason):
             return f"--compile was killed earlier, and left {cut_off[1]} unfinished: delete it and start again", 1
         return f"--compile cannot compile a loss of this script here ({reason}); run it without", 1
-    lost = "Connection (closed|reset) by peer|Broken pipe|onnection was closed|Socket Timeout"  # gloo's and NCCL's
-    is_lost = isinstance(error, torch.distributed.DistError) or re.search(lost, str(error))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and is_lost:
-        return "another process of this run has ended, and so does this one", 1
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        from torch.distributed import DistError
+
+        lost = "Connection (closed|reset) by peer|Broken pipe|onnection was closed|Socket Timeout"  # gloo's and NCCL's
+        if isinstance(error, DistError) or re.search(lost, str(error)):
+            return "another process of this run has ended, and so does this one", 1
     return None
