@@ -158,7 +158,7 @@ def small(script: str, flags: list[str], sofar: int = 0) -> list[str]:
     return flags
 
 
-WALKS = ["README.md", "docs/installation.md", "docs/continue.md", "docs/howto.md"]
+WALKS = ["README.md", "docs/installation.md", "docs/continue.md", "docs/howto.md", "docs/coming_from.md"]
 
 
 @pytest.mark.parametrize("page", WALKS)

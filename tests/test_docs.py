@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from html import unescape
 from pathlib import Path
 from types import ModuleType
 
+from cleanmarl import ppo
+from cleanmarl.cli import parse
 from cleanmarl.envs import EnvError, make
 
 import numpy as np
@@ -351,3 +354,41 @@ def test_commands_have_flags_that_their_scripts_have(page):
             known = {"--help", *re.findall(r"--[\w-]+", " ".join(row[0] for row in rows[script]))}
             wrong = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", flags)) - known
             assert not wrong, f"{script} has no {sorted(wrong)}"
+
+
+def test_names_on_the_page_of_other_libraries(monkeypatch):
+    """Flags of the tables exist, as do the names of Stable-Baselines3; peers' commands are those that are measured."""
+    page = (DOCS / "coming_from.md").read_text()
+    on_policy, values = (
+        table for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE) if "| `--num-envs` |" in table
+    )
+    for table, scripts in ((on_policy, ("ppo", "mappo")), (values, ("qmix",))):
+        args_classes = [importlib.import_module(f"cleanmarl.{script}").Args for script in scripts]
+        known = {f"--{field.name.replace('_', '-')}" for cls in args_classes for field in dataclasses.fields(cls)}
+        flags = re.findall(r"--[a-z-]+[a-z]", "".join(line.split("|")[1] for line in table.splitlines()))
+        assert len(flags) > 12 and set(flags) <= known
+    theirs = [line.split("|")[3] for line in on_policy.splitlines()[2:]]
+    names = {name for cell in theirs for name in re.findall(r"`([a-z_]+)`", cell)} - {"n_envs"}
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    import speed_pairs
+
+    commands = re.sub(r"\\\n\s*", "", re.search(r"```sh\n(.*?)```", page, re.DOTALL)[1])
+    for beside in ("CleanMARL mappo_multienvs.py", "JaxMARL ippo_ff_mpe.py"):
+        (pair,) = (pair for pair in speed_pairs.PAIRS if pair.beside == beside and "--compile" not in pair.ours)
+        owner, script = beside.split()
+        (command,) = re.findall(rf"# {owner}'s {re.escape(script)}\n(.*)", commands)
+        own = "--total-timesteps {steps} --seed {seed} --runs-dir {tmp} --eval-episodes 0 "
+        assert sorted(command.split()) == sorted(pair.ours.replace(own, "").split())
+
+    sb3 = pytest.importorskip("stable_baselines3")
+    of_sb3 = inspect.signature(sb3.PPO).parameters
+    assert len(names) > 12 and names <= {*of_sb3, *inspect.signature(sb3.PPO.learn).parameters}
+    (command,) = re.findall(r"# Stable-Baselines3's PPO.*\n(.*)", commands)
+    ours = parse(ppo.Args, command.split()[2:], "ppo")
+    same = {"num_steps": "n_steps", "update_epochs": "n_epochs", "clip_coef": "clip_range", "target_kl": "target_kl"}
+    same |= {"norm_adv": "normalize_advantage"} | {name: name for name in ("learning_rate", "gamma", "gae_lambda")}
+    same |= {name: name for name in ("ent_coef", "max_grad_norm")}
+    assert {name: getattr(ours, name) for name in same} == {name: of_sb3[same[name]].default for name in same}
+    assert ours.num_envs * ours.num_steps / ours.num_minibatches == of_sb3["batch_size"].default
+    assert ours.vf_coef == 2 * of_sb3["vf_coef"].default and not ours.anneal_lr and ours.time_limit_bootstrap
+    assert of_sb3["clip_range_vf"].default is None and not ours.clip_vloss
