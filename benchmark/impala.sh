@@ -49,6 +49,8 @@ game Pong-v5 impala_pong/small_batches 2 --batch-size 4 --ent-coef 0.001 --bf16 
 game Pong-v5 impala_pong/more_entropy 3 --batch-size 4 --ent-coef 0.003 --bf16 on
 $PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 --num-seeds 2 --workers 1 \
     --runs-dir runs/impala_pong/one_actor -- --shallow --num-actors 1 --num-envs 16 --batch-size 4 --ent-coef 0.003 --bf16 on
+$PYTHON benchmark/run.py --command "python cleanmarl/impala_atari_envpool.py" --env-ids Pong-v5 --num-seeds 1 --workers 1 \
+    --runs-dir runs/impala_pong/one_actor -- --shallow --num-actors 1 --num-envs 16 --batch-size 4 --ent-coef 0.002 --bf16 on
 $PYTHON benchmark/report.py runs/impala_pong --out docs/results/impala_atari_envpool_pong \
     --note "the shallow network, batches of 8 and of 4 unrolls of 16 environments; one actor where no number is given" --command benchmark/impala.sh
 game Breakout-v5 impala_breakout/papers_entropy 1 --bf16 on
