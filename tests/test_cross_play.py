@@ -129,3 +129,18 @@ def test_what_cannot_play_is_told_in_a_line(runs, tmp_path):
     assert not list(tmp_path.glob("**/who*"))
     done = command(runs, "--side", "3", "--names", "prey", "others", "--episodes", "1", "--out", "/proc/x/who")
     assert done.returncode == 1 and done.stderr.startswith("cross_play: [Errno ") and done.stderr.count("\n") == 1
+
+
+def test_a_pair_plays_all_the_episodes_of_this_seed(tmp_path, monkeypatch):
+    """More than there are environments, too."""
+    played = []
+
+    def evaluation(envs, policy, num_episodes, seed):
+        played.append((num_episodes, seed))
+        return evaluate(envs, policy, num_episodes, seed)
+
+    evaluate = cross_play.evaluate
+    monkeypatch.setattr(cross_play, "evaluate", evaluation)
+    args = cross_play.Args([], [0, 1, 2], ("predators", "prey"), tmp_path / "who", episodes=5, seed=7)
+    cross_play.cross_play({cross_play.RANDOM: [cross_play.at_random]}, make(TAG, 2), args)
+    assert played == [(5, 7)]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -483,3 +484,11 @@ def test_a_checkpoint_that_is_dropped_meanwhile_is_no_matter(tmp_path):
     (folder / "checkpoint.pt").write_bytes(b"cut off")
     with pytest.raises(UsageError, match=r"checkpoint.pt is damaged(?!.*checkpoint-5)"):
         load_checkpoint(folder)
+
+
+def test_a_copy_that_has_the_name_of_a_script_of_the_package_is_played_as_it_was(ppo_run, tmp_path):
+    """As of who edits ppo.py in its place, and updates the package later."""
+    edited = tmp_path / "edited"
+    shutil.copytree(ppo_run, edited)
+    (edited / "ppo.py").write_text((ppo_run / "ppo.py").read_text().replace("nn.Tanh()", "nn.ReLU()"))
+    assert ["ReLU" in str(cleanmarl.load(run).agent) for run in (ppo_run, edited)] == [False, True]

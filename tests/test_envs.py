@@ -1212,3 +1212,33 @@ def test_command_line():
     assert done.returncode == 2 and done.stderr.startswith("envs: unknown environment") and not done.stdout
     done = run("list", "atari")
     assert done.returncode == 2 and all(family in done.stderr for family in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "mpe/simple_spread_v3",
+        "pgx/ConnectFour-v1",  # who begins is drawn
+        "jumanji/Cleaner-v0",
+        pytest.param("lbf/Foraging-8x8-2p-2f-v3", marks=needs("lbforaging")),
+        pytest.param("rware/rware-tiny-2ag-v2", marks=needs("rware")),
+    ],
+)
+def test_without_a_seed_each_sequence_of_episodes_goes_on(env_id):
+    """It depends on the last seed and on the environment's number, and on nothing else."""
+    few, many, starts = make(env_id, 8), make(env_id, 12), []
+    for seed in (5, None, None):
+        starts.append(few.reset(seed=seed)[0])
+        np.testing.assert_array_equal(starts[-1], many.reset(seed=seed)[0][:8])
+    assert all((one != two).any() for one, two in itertools.combinations(starts, 2))
+    few.close(), many.close()
+
+
+def test_a_snapshot_keeps_the_returns_of_its_moment():
+    envs, action = make("mpe/simple_spread_v3", 2), np.ones((2, 3), int)
+    envs.reset(seed=1)
+    envs.step(action)
+    snapshot, first = envs.snapshot(), [envs.step(action) for _ in range(24)][-1][-1]
+    envs.restore(snapshot)
+    again = [envs.step(action) for _ in range(24)][-1][-1]
+    np.testing.assert_array_equal(first["episode"]["r"], again["episode"]["r"])

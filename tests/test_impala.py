@@ -1,5 +1,6 @@
 """impala.py against independent definitions of V-trace and loss; its processes: versions, faults, copies of it."""
 
+import collections
 import dataclasses
 import importlib
 import multiprocessing
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from contextlib import contextmanager
@@ -938,3 +940,73 @@ def test_a_copy_outside_the_package_trains_resumes_and_is_played(activation, tmp
     assert run("--resume", folder, "--num-actors", 1, "--deterministic", "--total-timesteps", 1280) == folder
     assert load_checkpoint(folder)["step"] == 1280
     assert enjoy.main(enjoy.Args(folder, episodes=1))["eval/ep_length"] > 0
+
+
+def without_processes(num_actors: int) -> tuple[Actors, list]:
+    """Actors of whom there are the pipes alone, and the other ends of these."""
+    actors, pipes = Actors.__new__(Actors), [multiprocessing.Pipe() for _ in range(num_actors)]
+    actors.processes, actors.deterministic, actors.waited = [None] * num_actors, False, 0.0
+    actors.ready, actors.taken = collections.deque(), collections.deque()
+    actors.heard, actors.connections = [[time.monotonic()] * 2 for _ in pipes], [ours for ours, _ in pipes]
+    return actors, [theirs for _, theirs in pipes]
+
+
+def test_actors_that_are_ready_take_turns():
+    """Or a learner that is slower than its actors would hear the first one alone."""
+    actors, theirs = without_processes(2)
+    for number in range(4):
+        theirs[number // 2].send(number)
+    assert [actors.next_number() for _ in range(4)] == [0, 2, 1, 3]
+
+
+def test_the_learner_counts_the_seconds_that_it_waits():
+    actors, theirs = without_processes(2)
+    threading.Timer(0.3, theirs[1].send, [2]).start()
+    assert actors.next_number() == 2 and 0.2 < actors.waited < 30
+    theirs[0].send(0)
+    before = actors.waited
+    assert actors.next_number() == 0 and actors.waited - before < 0.2
+
+
+def test_deterministic_actors_get_new_parameters_when_all_of_them_wait():
+    """Sooner, and it would be chance which version one of them reads."""
+    actors, _ = without_processes(2)
+    events, actors.deterministic = [], True
+    actors.number_of = lambda i: events.append(i) or i
+    actors.publish = lambda version: events.append(f"version {version}")
+    actors.release = lambda number: number
+    assert [actors.take(version) for version in range(3)] == [0, 1, 0]
+    assert events == [0, 1, "version 0", 0, 1, "version 2"]
+
+
+def test_parameters_are_not_read_while_they_are_being_written():
+    agent, reader = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    memory = bytearray(Parameters.size(agent))
+    writer = Parameters(memory, agent)
+    writer.version[0] = -1  # half of them are there
+    threading.Timer(0.2, writer.write, [5]).start()
+    assert Parameters(memory, reader).read() == 5 and torch.equal(agent.weight, reader.weight)
+
+
+class Drawing(impala.Player):
+    """What it plays is a number from the generator of all, as an environment may draw."""
+
+    def __init__(self, args, index, step):
+        super().__init__(args, index, step)
+        self.number = np.random.random()  # noqa: NPY002
+
+    def play(self, agent, unrolls):
+        unrolls["reward"] = self.number
+
+
+def test_what_draws_from_the_generators_of_all_differs_between_actors():
+    args = impala.Args(**SMALL | {"num_actors": 2, "deterministic": True})
+    envs = impala.make_envs(args, 1)
+    agent, dtype = impala.Agent(envs, args), impala.unroll_dtype(envs, args)
+    with Actors(Drawing, args, agent, dtype, 0) as actors:
+        one, other = (actors.take(0)["unrolls"]["reward"].max() for _ in range(2))
+    parameters, drawn = [x.detach().numpy() for x in agent.parameters()], set()
+    for index, step in ((0, 0), (1, 0), (0, 64)):  # those of Ray
+        actor = RayActor((Drawing, impala.Agent), args, index, step, slot_dtype(args, dtype))
+        drawn.add(actor.play((0, parameters))["unrolls"]["reward"].max())
+    assert one != other and {one, other} < drawn and len(drawn) == 3

@@ -110,6 +110,7 @@ def test_pools_that_no_machine_holds_are_refused():
         ("lbf/Foraging-8x8-2p-2f-coop-v3", "lbforaging", 50),
         ("rware/rware-tiny-2ag-v2?max_steps=11", "rware", 11),
         ("jumanji/LevelBasedForaging-v0", "envpool", 100),
+        ("smax/3m?max_steps=16", "jaxmarl", 17),
     ],
 )
 def test_time_limits_are_known(env_id, package, steps):

@@ -336,3 +336,11 @@ def test_unknown_options_and_missing_packages(monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
     with pytest.raises(EnvError, match=r"Breakout-v5 needs a package that is missing .*: pip install envpool"):
         envpool_spec("Breakout-v5")
+
+
+def test_without_a_seed_each_sequence_of_games_goes_on():
+    few, many, starts = EnvPool("CartPole-v1", 2), EnvPool("CartPole-v1", 3), []
+    for seed in (5, None, None):
+        starts.append(few.reset(seed=seed)[0].copy())
+        np.testing.assert_array_equal(starts[-1], many.reset(seed=seed)[0][:2])
+    assert len(np.unique(np.concatenate(starts), axis=0)) == 6

@@ -546,3 +546,19 @@ def test_an_unknown_game_is_refused_in_one_line(tmp_path):
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_opponent_is_told_that_all_games_begin_after_a_reset():
+    seen = []
+
+    def opponent(obs, info, done):
+        seen.append(done)
+        return info["action_mask"].argmax(-1)
+
+    envs = Against(Games("TicTacToe-v1", 3), opponent)
+    for seed in (1, 2):
+        _, info = envs.reset(seed=seed)
+        _, info = envs.step(info["action_mask"].argmax(-1))[3:]
+        envs.step(info["action_mask"].argmax(-1))
+    envs.close()
+    assert [done.tolist() for done in seen] == [[True] * 3, [False] * 3] * 2

@@ -1557,3 +1557,17 @@ def test_steps_per_second_after_a_resume_are_those_since_then(tmp_path):
         again.step += 100
         again.log({}, True)
     assert scalars(run.folder)["time/SPS"][-1][1] == pytest.approx(10, rel=0.2)
+
+
+def test_an_infinite_return_is_no_evaluation():
+    """Of the last step's reward, after which no other one is looked at."""
+
+    class Endless(Steps):
+        def step(self, action):
+            obs, _, end, *rest = super().step(action)
+            return obs, np.inf if end else 1.0, end, *rest
+
+    envs = SyncVectorEnv([lambda: Endless(3)], autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
+    with pytest.raises(NonFiniteError, match="a return of the evaluation is NaN or infinite"):
+        evaluate(envs, lambda obs, info, done: np.zeros(1, int), 1)

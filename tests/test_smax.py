@@ -228,3 +228,12 @@ def test_missing_package():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("cleanmarl.envs.EnvError: smax/... needs a package") and last.endswith(family.INSTALLING)
+
+
+@NEEDED
+def test_without_a_seed_each_sequence_of_episodes_goes_on():
+    one, other, starts = make(GAME, N), make(GAME, N), []
+    for seed in (5, None, None):
+        starts.append(one.reset(seed=seed)[0])
+        np.testing.assert_array_equal(starts[-1], other.reset(seed=seed)[0])
+    assert len(np.unique(np.concatenate(starts), axis=0)) == 3 * N
