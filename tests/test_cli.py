@@ -228,3 +228,9 @@ def test_help_has_every_flag_in_its_box_with_its_range(script, capsys, monkeypat
     assert sorted(shown) == sorted(flag(field.name) for field in dataclasses.fields(module.Args))
     assert re.search(r"\(in \[0, 1\]; default: [\d. ]+\)$", flags["algorithm"]["--gamma"])
     assert "(at least 0; default: " in flags["run"]["--eval-episodes"]
+
+
+def test_what_learns_nothing_does_not_wait_for_torch():
+    """As benchmark/report.py, or worker processes with an environment of a module that imports this one."""
+    code = "import sys, cleanmarl.cli, cleanmarl.finite; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
