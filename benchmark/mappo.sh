@@ -41,7 +41,7 @@ for script in mappo coppo; do
     run $script 3 smax/2s3z runs/mappo_smax_2s3z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
     run $script 3 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 done
-run mappo 2 smax/3s5z runs/mappo_smax_3s5z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
+run mappo 3 smax/3s5z runs/mappo_smax_3s5z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 run coppo 2 smax/3s5z runs/mappo_smax_3s5z --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state
 run mappo 1 smax/5m_vs_6m runs/mappo_smax_5m_vs_6m --total-timesteps 10000000 "${battles[@]}" --no-time-limit-bootstrap --normalize-state --ent-coef 0.01
 # with the bootstrap at the time limit half of the teams learn to run away
